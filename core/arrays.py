@@ -25,7 +25,7 @@ class HasShapes(Protocol):
     """Arrays by name whose shapes are known without reading them."""
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of an array."""
+        """Return the shape of an array."""
         ...
 
 
@@ -34,12 +34,12 @@ class HasDigests(Protocol):
     """Arrays by name whose digests are known without reading them."""
 
     def digest(self, name: str) -> str:
-        """The digest of an array's bits and shape."""
+        """Return the digest of an array's bits and shape."""
         ...
 
 
 def part_of(arrays: Arrays, name: str, where: slice) -> np.ndarray:
-    """Some elements of an array by name, row-major, as a flat array."""
+    """Return some elements of an array by name, row-major, as a flat array."""
     if isinstance(arrays, ReadsParts):
         return arrays.part(name, where.start, where.stop)
     return arrays[name].reshape(-1)[where]
@@ -53,7 +53,7 @@ def rows_of(arrays: Arrays, name: str, rows: slice) -> np.ndarray:
 
 
 def shape_of(arrays: Arrays, name: str) -> tuple[int, ...]:
-    """The shape of an array by name."""
+    """Return the shape of an array by name."""
     return arrays.shape_of(name) if isinstance(arrays, HasShapes) else tuple(np.shape(arrays[name]))
 
 
@@ -67,7 +67,7 @@ class Scaled(Mapping[str, np.ndarray]):
         return self._times(name, self._arrays[name])
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Some elements, as in `ReadsParts`."""
+        """Return some elements, as in `ReadsParts`."""
         return self._times(name, part_of(self._arrays, name, slice(start, stop)))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Cut(Mapping[str, np.ndarray]):
         return self._arrays[name]
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Some elements of the whole, as in `ReadsParts`; all lie in the part that is there."""
+        """Return some elements of the whole, as in `ReadsParts`; all lie in the part that is there."""
         first = self._starts[name]
         return part_of(self._arrays, name, slice(start - first, stop - first))
 

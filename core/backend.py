@@ -77,7 +77,7 @@ class Batch:
 
     @staticmethod
     def of(arrays: Mapping[str, np.ndarray], end_of_text: int | None = None) -> Batch:
-        """The batch of these arrays, by name as in `arrays`. Raises TypeError if one is unknown or missing."""
+        """Build the batch of these arrays, by name as in `arrays`. Raises TypeError if one is unknown or missing."""
         given: dict[str, Any] = {**arrays}
         return Batch(**given, end_of_text=end_of_text)
 
@@ -96,7 +96,7 @@ class Batch:
         return found if self.documents is None else {**found, "documents": self.documents}
 
     def rows(self, which: slice | np.ndarray) -> Batch:
-        """Some of its sequences, as numpy indexes them."""
+        """Select some of its sequences, as numpy indexes them."""
         return Batch.of({name: array[which] for name, array in self.arrays.items()}, self.end_of_text)
 
     def documents_for(self, attention: AttentionConfig) -> np.ndarray | None:
@@ -234,7 +234,7 @@ class Session(Protocol):
     """Weights, optimizer and compiled step of one run. What it cannot do raises `NotSupported`."""
 
     def state(self) -> State:
-        """A copy of the canonical state."""
+        """Return a copy of the canonical state."""
         ...
 
     def load(self, state: State) -> None:
@@ -302,7 +302,10 @@ class Backend(Protocol):
     name: str
 
     def open(self, config: RunConfig) -> Session:
-        """A session at the initial weights of `config` (core/model/init.py), step 0."""
+        """Open a session at the initial weights of `config` (core/model/init.py), step 0.
+
+        Raises UserError for settings that the backend cannot run on this machine.
+        """
         ...
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ class Candidate(Protocol):
     """The methods that a check needs of a candidate's session; each as in `Session`."""
 
     def state(self) -> State:
-        """A copy of the canonical state."""
+        """Return a copy of the canonical state."""
         ...
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
@@ -90,9 +90,9 @@ class ShowsChecksums(Protocol):
     """A session that tells whether its state has changed, for far less than a copy of it."""
 
     def state_checksums(self) -> Mapping[str, float]:
-        """A number for each array of the state (`params/NAME`, `KIND/NAME`), for its step and each of its scalars.
+        """Return a number for each array of the state (`params/NAME`, `KIND/NAME`), for its step and each scalar.
 
-        Equal bits give equal numbers, and others almost surely do not. Of several ranks, of what this one holds.
+        Equal bits give equal numbers, and others almost surely do not. Each of several ranks gives those of its part.
         """
         ...
 
@@ -102,7 +102,7 @@ class CountsUpdates(Protocol):
     """A session whose optimizer counts its updates by itself, for bias corrections, beside the number of the step."""
 
     def update_counts(self) -> Mapping[str, int]:
-        """Updates that the optimizer has counted, by name of the parameter; parameters without a count are left out."""
+        """Return the optimizer's count of updates by parameter name; parameters without a count are left out."""
         ...
 
 
@@ -145,7 +145,7 @@ class ReadsBack(Protocol):
         ...
 
     def inputs_kept(self) -> Arrays:
-        """That, by the names of `Batch.arrays`, of the whole batch in its order; it is not kept any longer."""
+        """Return the inputs by the names of `Batch.arrays`, of the whole batch in its order, and release them."""
         ...
 
 
@@ -185,7 +185,7 @@ class ShowsParts(Protocol):
         ...
 
     def parts_kept(self) -> Sequence[Mapping[str, Any]]:
-        """That, in the batch's order: `Observation` by `gradient/NAME`, before clipping; it is not kept any longer."""
+        """Return the parts in the batch's order, `Observation` by `gradient/NAME`, before clipping; release them."""
         ...
 
 
@@ -342,7 +342,7 @@ class ReportsRanks(Protocol):
     """A session of several ranks that compares what they hold."""
 
     def rank_reports(self) -> Sequence[RankReport]:
-        """The report of each rank on the last step, rank 0 first."""
+        """Return the report of each rank on the last step, rank 0 first."""
         ...
 
 
@@ -384,7 +384,7 @@ class HidesTaps(Protocol):
     """A session that cannot show some taps: nothing names the place in its program where they pass."""
 
     def hidden_taps(self) -> Mapping[str, str]:
-        """The forward taps that `observe` never gives, each with the reason. Their stages are not covered."""
+        """Return the forward taps that `observe` never gives, each with the reason. Their stages are not covered."""
         ...
 
 
@@ -472,7 +472,7 @@ class Reads(Protocol):
     """A session whose checkpoints are of a format of its own."""
 
     def read(self, folder: Path) -> State:
-        """The state in a checkpoint's folder; step and scalars are not in it. Raises ValueError if it is not there."""
+        """Read the state in a checkpoint's folder, without step and scalars. Raises ValueError if it is not there."""
         ...
 
 

@@ -46,10 +46,10 @@ def load_backend(spec: str) -> Backend:
 
 
 def _from_module(name: str) -> object:
-    """A module that is installed, or one that lies where the command was called.
+    """Import a module that is installed, or one that lies in the working directory.
 
-    For an installed one that folder stays out of the way: it may be anybody's, and modules that are not installed would
-    be looked for in it.
+    For an installed one that folder is not on the path: modules that are not installed would be found in it, whoever
+    wrote them.
     """
     here = str(Path.cwd())
     if importlib.util.find_spec(name.partition(".")[0]) is None and here not in sys.path:
@@ -58,7 +58,7 @@ def _from_module(name: str) -> object:
 
 
 def module_from_file(file: str) -> object:
-    """The file as a module. Its folder comes first while it is imported, and stays last for what is imported later.
+    """Import the file as a module. Its folder comes first while it is imported, and stays last for later imports.
 
     Raises UserError if there is no such file, and whatever importing it raises.
     """

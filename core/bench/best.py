@@ -79,7 +79,7 @@ class Search:
     ended: str = ""
 
     def of(self, choices: Choices) -> Candidate:
-        """The candidate with these choices."""
+        """Return the candidate with these choices."""
         return next(one for one in self.candidates if one.choices == choices)
 
     def measured(self) -> list[Choices]:
@@ -179,7 +179,7 @@ def search(
 
 
 def judged(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with its median; one whose loss is not finite is no candidate any more."""
+    """Return a result with its median; a result whose loss is not finite is a candidate no more."""
     if result["status"] == "measured" and result.get("loss") is None:
         return {"status": "not_finite", "reason": "its loss is not finite"}
     if result["status"] == "failed" and str(result.get("reason", "")).startswith("NotFinite"):
@@ -191,7 +191,7 @@ def judged(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _next(found: Search) -> Candidate | None:
-    """The next to measure: the plan's fastest until one could be measured, then neighbours of the best."""
+    """Choose the next to measure: the plan's fastest until one could be measured, then neighbours of the best."""
     untried = [one for one in found.candidates if one.choices not in found.results]
     best = next(iter(found.measured()), None)
     if best is None:
@@ -239,7 +239,7 @@ def _words(result: Mapping[str, Any]) -> str:
 
 
 def as_data(found: Search, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of a search."""
+    """Return the JSON of a search."""
 
     def one(choices: Choices) -> dict[str, Any]:
         candidate, result = found.of(choices), found.results[choices]
@@ -264,7 +264,7 @@ def as_data(found: Search, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """A search in Markdown."""
+    """Write a search as a page in Markdown."""
     lines = [
         f"# The best configuration of {data['config']}",
         "",
@@ -309,6 +309,6 @@ def _gb(size: float | None) -> str:
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A table in Markdown."""
+    """Write a table in Markdown."""
     head = list(headers)
     return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]

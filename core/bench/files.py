@@ -12,7 +12,7 @@ from lockstep.core.sinks.visible import markdown
 
 
 def read_results(path: Path, suite: str, schema: int) -> dict[str, Any]:
-    """The results in a file. Raises UserError if it cannot be read or is not the JSON of this suite."""
+    """Read the results in a file. Raises UserError if it cannot be read or is not the JSON of this suite."""
     try:
         found = json.loads(path.read_text())
         if (found["schema"], found["suite"]) == (schema, suite):

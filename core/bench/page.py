@@ -37,7 +37,7 @@ LEGEND = (
 
 
 def cells(row: Row, result: Mapping[str, Any] | None, length: int) -> list[str]:
-    """A row under HEADERS. length: tokens a sequence."""
+    """Return a row's cells under HEADERS. length: tokens a sequence."""
     published = row.published
     batch = row.sequences * row.accumulation
     cut = f" = {row.accumulation} × {row.sequences}" if row.accumulation > 1 else ""

@@ -129,9 +129,9 @@ def _rounding(config: RunConfig) -> float:
 
 
 def disagreement(configs: Mapping[str, RunConfig], losses: Mapping[str, Sequence[float]]) -> str | None:
-    """The first step at which a contender's loss is not that of the first contender, in words; None if all agree.
+    """Describe the first step at which a contender's loss is not that of the first contender; None if all agree.
 
-    configs: the settings of each contender. Nothing compared is a disagreement too.
+    configs: the settings of each contender. With no losses to compare, that is the disagreement.
     """
     names = list(losses)
     steps = min((len(found) for found in losses.values()), default=0)
@@ -210,7 +210,7 @@ HEADERS = ("contender", "step", "tokens/s", "memory", "loss, step 1", f"step {CO
 
 
 def cells(found: Mapping[str, Any], contenders: Sequence[Contender] = CONTENDERS) -> list[list[str]]:
-    """A row's contenders under HEADERS."""
+    """Return the cells of a row's contenders under HEADERS."""
     lines = []
     for contender in contenders:
         one = found["contenders"].get(contender.name)

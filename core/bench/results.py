@@ -41,7 +41,7 @@ Series = dict[str, Any]
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The file, or an empty bench if there is none. Raises UserError if it is not the JSON of this bench."""
+    """Read the file; return an empty bench if there is none. Raises UserError if it is not the JSON of this bench."""
     if not path.exists():
         return {"schema": SCHEMA, "suite": SUITE, "series": []}
     found = read_results(path, SUITE, SCHEMA)
@@ -58,7 +58,7 @@ def save_results(path: Path, results: Mapping[str, Any]) -> None:
 def series_of(
     results: dict[str, Any], device: Mapping[str, Any], versions: Mapping[str, str], config: Mapping[str, Any]
 ) -> Series:
-    """The series of this device, these versions and this run file; a new one if there is none."""
+    """Return the series of this device, these versions and this run file; a new one if there is none."""
     key = {"device": dict(device), "versions": dict(versions), "config": dict(config)}
     for series in results["series"]:
         if all(series[name] == value for name, value in key.items()):
@@ -75,7 +75,7 @@ def put(series: Series, result: Mapping[str, Any]) -> None:
 
 
 def result_of(series: Series, name: str) -> dict[str, Any] | None:
-    """A row's result."""
+    """Return a row's result; None if there is none."""
     return next((row for row in series["rows"] if row["row"] == name), None)
 
 

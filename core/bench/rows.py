@@ -330,7 +330,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 
 def chosen(names: Sequence[str]) -> list[Row]:
-    """The rows of these names in the table's order; all without names. Raises UserError for a name that is none."""
+    """Return the rows of these names in the table's order; all without names. Raises UserError for an unknown name."""
     for name in names:
         if name not in BY_NAME:
             near = difflib.get_close_matches(name, BY_NAME, n=1)

@@ -43,7 +43,7 @@ class Worker:
         self._environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
     def __call__(self, job: Job, limit: float) -> dict[str, Any]:
-        """The answer; a process that gives none is `failed` or, after `limit` seconds, `timed_out`."""
+        """Run a job and return its answer; without one it is `failed` or, after `limit` seconds, `timed_out`."""
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder, "answer.json")
             self._log.write(f"── {job.get('row', job['job'])}\n")
@@ -76,7 +76,7 @@ def _end(code: int) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """A message without line breaks and folders, cut to 200 characters: results name no machine's paths."""
+    """Cut a message to one line of 200 characters without folders: results name no machine's paths."""
     flat = " ".join(re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text).split())
     return flat if len(flat) <= 200 else f"{flat[:199]}…"
 
@@ -96,9 +96,9 @@ class Plan:
 
 
 def to_do(rows: Sequence[Row], series: Series, resume: bool, ignore_plan: bool = False) -> list[Row]:
-    """The rows that are to be measured; when resuming, not those that are there, and last those that took too long.
+    """List the rows to measure; when resuming, skip those already measured, and put those that timed out last.
 
-    ignore_plan: a row that was left out by the plan is to be measured.
+    ignore_plan: measure a row that was left out by the plan too.
     """
     if not resume:
         return list(rows)

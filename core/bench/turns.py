@@ -47,7 +47,7 @@ class Side:
         return self.answer(limit)
 
     def answer(self, limit: float) -> dict[str, Any]:
-        """The next line that the process says."""
+        """Read the next line that the process prints. Raises UserError after `limit` seconds."""
         assert self._process.stdout is not None
         ends = time.monotonic() + limit
         while b"\n" not in self._rest:

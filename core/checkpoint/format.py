@@ -59,7 +59,7 @@ def folder_name(step: int) -> str:
 
 
 def checkpoint_step(folder: Path) -> int | None:
-    """The step that a folder's name stands for, or None if it is not the name of a checkpoint."""
+    """Return the step in a folder's name, or None if it is not the name of a checkpoint."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -242,7 +242,7 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path, step: int, scalars: Mapping[str, float]) -> State:
-    """The state in a folder's safetensors.
+    """Read the state in a folder's safetensors.
 
     A file is `KIND.safetensors` with tensors by parameter, or has tensors named KIND/PARAMETER, whole or in parts, as
     torch.distributed.checkpoint writes them. Raises ValueError if parts are missing, KeyError without weights.
@@ -276,7 +276,7 @@ def require_names(kind: str, *parameters: str) -> None:
 
 
 def read_random(folder: Path) -> dict[str, np.ndarray]:
-    """The states of random number generators in a checkpoint, by name; none if none were saved."""
+    """Read the states of random number generators in a checkpoint, by name; none if none were saved."""
     path = folder / RANDOM
     return _load(path)[0] if path.exists() else {}
 

@@ -61,7 +61,7 @@ class Stored:
                     self._parts.setdefault((kind, name), []).append(_Part(path, key, begin, shape))
 
     def state(self, step: int, scalars: Mapping[str, float]) -> State:
-        """The state, each tensor read when it is asked for."""
+        """Return the state, each tensor read when it is accessed."""
         kinds: dict[str, list[str]] = {}
         for kind, name in self._parts:
             kinds.setdefault(kind, []).append(name)
@@ -74,14 +74,14 @@ class Stored:
         return tuple(int(end) for end in np.max(ends, axis=0))
 
     def shaped(self, step: int, scalars: Mapping[str, float]) -> State:
-        """The state with arrays of the right names and shapes that hold nothing."""
+        """Return the state with arrays of the right names and shapes that hold nothing."""
         found: dict[str, dict[str, np.ndarray]] = {}
         for kind, name in self._parts:
             found.setdefault(kind, {})[name] = np.broadcast_to(np.float32(0), self.shape(kind, name))
         return State(step, found.pop(PARAMS, {}), found, dict(scalars))
 
     def whole(self, kind: str, name: str) -> np.ndarray:
-        """A whole tensor, also one without axes. Raises ValueError if parts of it are missing."""
+        """Read a whole tensor, also one without axes. Raises ValueError if parts of it are missing."""
         if self.shape(kind, name):
             return self.read(kind, name, slice(None))
         from safetensors import safe_open
@@ -92,7 +92,7 @@ class Stored:
         return found
 
     def read(self, kind: str, name: str, rows: slice) -> np.ndarray:
-        """Some rows (a stretch of the first axis) of a tensor. Raises ValueError if parts of them are missing."""
+        """Read some rows (a stretch of the first axis) of a tensor. Raises ValueError if parts of them are missing."""
         from safetensors import safe_open
 
         shape = self.shape(kind, name)

@@ -157,6 +157,6 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
 
 
 def taken_on_cuda(operand: str) -> AttentionKernel:
-    """The kernel that `auto` ends up with on CUDA: the first of torch's call that takes operands of this format."""
+    """Return the kernel that `auto` takes on CUDA: the first of torch's call that accepts operands of this format."""
     of_call = (kernel for kernel in ATTENTION_KERNELS.values() if kernel.of_call and kernel is not AUTO)
     return next(kernel for kernel in of_call if operand in kernel.operands)

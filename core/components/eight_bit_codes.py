@@ -12,7 +12,7 @@ LEAST_SCALE = 1e-12
 
 @cache
 def quantisation_map(signed: bool) -> np.ndarray:
-    """The 256 numbers that a block's codes stand for, ascending, float32; the last is 1 (Dettmers et al. 2022, 1.3).
+    """Return the 256 numbers of a block's codes, ascending, float32; the last is 1 (Dettmers et al. 2022, 1.3).
 
     Seven decades, from 10⁻⁶ to 1, of which each has twice the numbers of the one below, in the middle of equal parts of
     [0.1, 1]; and 0. With a sign, half of them are negative, and −1 is not among them. The parts are `torch.linspace`'s

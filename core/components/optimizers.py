@@ -260,5 +260,5 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def all_rules() -> tuple[UpdateRule, ...]:
-    """The rules of all optimizers that are registered now."""
+    """Return the rules of all optimizers that are registered now."""
     return tuple(dict.fromkeys(rule for optimizer in OPTIMIZERS.values() for rule in optimizer.rules))

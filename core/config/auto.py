@@ -66,13 +66,12 @@ def vendor() -> str:
 
 
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
-    """The configuration with what stands for `auto` on this device in its place; on another than the CPU, as it is.
+    """Replace `auto` settings by their choices on this device; off the CPU, return the configuration as it is.
 
     oneDNN's products become `auto` again where there are none, on another device or in a compiled program: a
     configuration that was settled on the CPU may be opened there (`replay --device cuda`).
-
-    chosen: what `auto` stands for in a run that keeps it (run.json), instead of what `on_cpu` says now; keys that it
-    lacks are as in `BEFORE`.
+    chosen: the choices of a run that keeps them (run.json), instead of those of `on_cpu` now; keys that it lacks are as
+    in `BEFORE`.
     """
     products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled
     if products == "onednn" and not eager:

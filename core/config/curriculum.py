@@ -24,7 +24,7 @@ class Piece:
 
 @cache
 def pieces(text: str) -> tuple[Piece, ...]:
-    """The pieces of a curriculum; none of an empty text. Raises ValueError that says what is wrong."""
+    """Parse a curriculum into its pieces; none of an empty text. Raises ValueError that states what is wrong."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         match = _PIECE.fullmatch(word)
@@ -39,7 +39,7 @@ def pieces(text: str) -> tuple[Piece, ...]:
 
 
 def last_steps(text: str, steps: int) -> tuple[int, ...]:
-    """The last step of each piece in a run of `steps`: the sum of the shares so far · steps, to the nearest step."""
+    """Return each piece's last step in a run of `steps`: the sum of the shares so far · steps, to the nearest step."""
     return tuple(round(share * steps) for share in accumulate(piece.share for piece in pieces(text)))
 
 

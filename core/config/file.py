@@ -93,7 +93,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as TOML; `load_config` of it gives an equal object."""
+    """Write the resolved configuration as TOML; `load_config` of it gives an equal object."""
     import tomli_w
 
     return tomli_w.dumps(config.model_dump())
@@ -142,7 +142,7 @@ def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value as Python writes it, its middle left out if it is long."""
+    """Return a value as Python writes it, its middle left out if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -151,7 +151,7 @@ def shortened(value: Any) -> str:
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The file, its base, the base's base, …: nearest first, `base` taken out."""
+    """Return the file, its base, the base's base, …: nearest first, `base` taken out."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     seen: set[Path] = set()
     current: Path | None = path
@@ -171,7 +171,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _parse(path: Path, where: str) -> dict[str, Any]:
-    """The file's TOML. `where` says who named it, for what is wrong with it."""
+    """Parse the file's TOML. `where` names the file that refers to it, for error messages."""
     try:
         if not path.is_file():
             # Pipes and devices may never end.

@@ -51,7 +51,7 @@ def _is_a_mixture(text: str) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The words of a setting that lists several, separated by commas."""
+    """Split a setting that lists several words, separated by commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 

@@ -81,7 +81,7 @@ def require_file(path: Path) -> None:
 
 
 def read_whole(path: Path) -> bytes:
-    """The bytes of a file. Raises UserError if it is missing, no file or cannot be read."""
+    """Read the bytes of a file. Raises UserError if it is missing, no file or cannot be read."""
     require_file(path)
     try:
         return path.read_bytes()
@@ -98,7 +98,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte string for a JSON value: keys sorted, no spaces, ASCII."""
+    """Return the one byte string for a JSON value: keys sorted, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 

@@ -219,7 +219,7 @@ def cut_after(path: Path, step: int, removed_to: Path, damaged_to: Path) -> Cut:
 
 
 def _value(raw: bytes) -> dict[str, Any] | None:
-    """The object that a line holds, without its checksum; None if it is damaged."""
+    """Return the object that a line holds, without its checksum; None if it is damaged."""
     if not _intact(raw):
         return None
     try:

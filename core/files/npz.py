@@ -23,12 +23,12 @@ _COUNT = slice(-12, -10)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file by name. Raises UserError if it is missing or is not what was written."""
+    """Read the arrays of an npz file by name. Raises UserError if it is missing or is not what was written."""
     return arrays_of(read_whole(path), path)
 
 
 def arrays_of(raw: bytes, path: Path) -> dict[str, np.ndarray]:
-    """The arrays in the bytes of the npz file at `path`, by name. Raises UserError if they are not what was written."""
+    """Return the arrays in the bytes of the npz file at `path`. Raises UserError if they are not what was written."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as members:
             damaged = _unbounded(members, len(raw))
@@ -46,7 +46,7 @@ def arrays_of(raw: bytes, path: Path) -> dict[str, np.ndarray]:
 
 
 def _unbounded(members: zipfile.ZipFile, size: int) -> str | None:
-    """The first member that would take more memory than the file's `size`, if there is one."""
+    """Return the first member that would take more memory than the file's `size`; None if there is none."""
     for member in members.infolist():
         size -= member.file_size
         if member.compress_type != zipfile.ZIP_STORED or size < 0:

@@ -22,7 +22,7 @@ AN_ULP = 1e-15
 
 
 def family_of(config: Mapping[str, Any], origin: str) -> HubFamily:
-    """The family of a config.json. Raises UserError if it is of an architecture that is not known here.
+    """Return the family of a config.json. Raises UserError for an architecture that is not known here.
 
     origin: names the file in errors.
     """
@@ -41,7 +41,7 @@ def family_of(config: Mapping[str, Any], origin: str) -> HubFamily:
 
 
 def model_of(config: Mapping[str, Any], origin: str) -> tuple[HubFamily, ModelConfig, list[str]]:
-    """The model that a config.json describes: its family, its settings, and in words what is left out.
+    """Return the model that a config.json describes: its family, its settings, and in words what is left out.
 
     Raises UserError that names the key: another architecture, activation or rotation, a value that no model has.
     """
@@ -67,7 +67,7 @@ def model_of(config: Mapping[str, Any], origin: str) -> tuple[HubFamily, ModelCo
 
 
 def config_of(model: ModelConfig, family: HubFamily, longest: int) -> dict[str, Any]:
-    """The keys of config.json that describe a model. longest: tokens of the longest sequence that it was made for.
+    """Return the keys of config.json that describe a model. longest: tokens of its longest sequence.
 
     Raises UserError that names the setting which the architecture cannot express.
     """

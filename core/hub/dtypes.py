@@ -13,7 +13,7 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def widened(array: np.ndarray, dtype: type[np.floating]) -> np.ndarray | None:
-    """The same numbers in a wider format, or None if one of them is lost there or is not finite."""
+    """Convert numbers to a wider format; None if one of them is lost there or is not finite."""
     with np.errstate(over="ignore"):
         wide = array.astype(dtype)
     exact = array.dtype == wide.dtype or bit_equal(wide.astype(array.dtype), array)

@@ -68,7 +68,7 @@ class HubFolder:
                 raise UserError(f"{where.file}: {name} is of {where.dtype}; weights are of {', '.join(WEIGHTS)}")
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor as it is in its file. Raises UserError if it cannot be read any more."""
+        """Read a tensor as it is in its file. Raises UserError if it cannot be read any more."""
         where = self.tensors[name]
         with _opened(where.file) as file:
             found: np.ndarray = file.get_tensor(name)
@@ -127,7 +127,7 @@ class HubFolder:
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

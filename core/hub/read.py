@@ -35,10 +35,10 @@ class HubModel:
 
     @classmethod
     def of(cls, folder: HubFolder) -> HubModel:
-        """The model in a folder.
+        """Read the model in a folder.
 
-        Raises UserError that names what no model here has: settings as `model_of`, tensors that are missing, too many
-        or of another shape, and a head that differs from the embedding to which it is tied.
+        Raises UserError that names the fault: settings as `model_of`, tensors that are missing, too many or of another
+        shape, and a head that differs from the embedding to which it is tied.
         """
         origin = str(folder.path / CONFIG)
         family, model, left_out = model_of(folder.config, origin)

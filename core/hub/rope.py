@@ -22,7 +22,7 @@ STRETCH = {
 
 
 def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a config.json gives to rotary positions. Raises UserError for another rotation.
+    """Return the fields of `ModelConfig` for a config.json's rotary positions. Raises UserError for another rotation.
 
     origin: names the file in errors.
     """
@@ -53,7 +53,7 @@ def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> 
 
 
 def rope_keys(model: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json that say so, for transformers before version 5 and since."""
+    """Return the keys of config.json for the model's RoPE, for transformers before version 5 and since."""
     theta: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_factor == 1:
         return {**theta, "rope_parameters": {"rope_type": "default", **theta}}

@@ -38,7 +38,7 @@ def stored_tensors(family: HubFamily, model: ModelConfig) -> list[Stored]:
 
 
 def their_shape(stored: Stored, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of their tensor. shapes: of our parameters."""
+    """Return the shape of their tensor. shapes: of our parameters."""
     rows = sum(shapes[name][0] for name in stored.ours)
     shape = (rows, *shapes[stored.ours[0]][1:])
     return shape[::-1] if stored.transposed else shape

@@ -53,7 +53,7 @@ class _Shard:
 
 
 def require_family(config: RunConfig) -> HubFamily:
-    """The family of a run as Hugging Face has it. Raises UserError if it has none that is known here."""
+    """Return the family of a run as Hugging Face has it. Raises UserError if it has none that is known here."""
     if (family := HUB.get(config.model.family)) is None:
         raise UserError(f"model.family = {config.model.family!r}: only {', '.join(HUB)} can be exported")
     return family

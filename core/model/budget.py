@@ -22,12 +22,12 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of parameters; a tied head counts once. Nothing is allocated."""
+    """Count the parameters; a tied head counts once. Nothing is allocated."""
     return sum(parameter.size for parameter in graph_of(model).parameters.values())
 
 
 def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
-    """Number of parameters in each optimizer group, groups without parameters left out."""
+    """Count the parameters of each optimizer group; groups without parameters are left out."""
     counts = dict.fromkeys(GROUPS, 0)
     for parameter in graph_of(model).parameters.values():
         counts[parameter.group] += parameter.size
@@ -87,7 +87,7 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
 
 
 def computed_again(config: RunConfig) -> list[Operation]:
-    """The operations of one block that its parts compute again: all of a part but its last one with a product."""
+    """List the operations of one block that are recomputed: of each part all but its last one with a product."""
     block = graph_of(config.model.model_copy(update={"layers": 1})).block()
     chosen = config.recompute.chosen
     found = []
@@ -178,7 +178,7 @@ def require_memory(config: RunConfig, memory: int) -> None:
 
 
 def _largest_size(config: RunConfig) -> str:
-    """The size of the model that has most of its parameters: the one without whose excess it would lose most."""
+    """Name the size whose excess over the default adds most parameters to the model."""
     model, usual = config.model, ModelConfig()
     without = {}
     for name in ("vocab_size", "hidden", "layers", "ffn_hidden"):

@@ -149,7 +149,7 @@ class Operation:
         return None if weight is None else weight.name.removesuffix(".weight")
 
     def sends(self, role: str) -> str:
-        """The tap, edge or parameter whose gradient this operation alone makes through input `role`."""
+        """Name the tap, edge or parameter whose gradient this operation alone makes through input `role`."""
         return self.edges.get(role) or self.reads.get(role) or self.parameters[role].name
 
     def flops_at(self, length: int) -> float:
@@ -179,7 +179,7 @@ class Graph:
 
     @classmethod
     def of(cls, operations: Sequence[Operation]) -> Graph:
-        """The graph of these operations, with their edges. Raises ValueError unless the chain is sound.
+        """Build the graph of these operations, with their edges. Raises ValueError unless the chain is sound.
 
         Sound: every kind is known, every tap is written once, before it is read, and a name is one parameter.
         """
@@ -255,7 +255,7 @@ class Graph:
         return next(one.parameters["weight"] for one in reversed(self.operations) if one.parameters)
 
     def block(self, layer: int = 0) -> list[Operation]:
-        """The operations of one block."""
+        """Return the operations of one block."""
         return [one for one in self.operations if one.layer == layer]
 
 

@@ -49,7 +49,7 @@ def group_settings(config: RunConfig, group: str) -> GroupSettings:
 
 
 def update_rules(config: RunConfig) -> Mapping[str, UpdateRule]:
-    """The rule by which each parameter moves, by canonical name in canonical order."""
+    """Return each parameter's update rule, by canonical name in canonical order."""
     return _rules(config.model, config.optim, config.precision.exact)
 
 

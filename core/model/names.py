@@ -19,12 +19,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def groups_of(model: ModelConfig) -> dict[str, Group]:
-    """The optimizer group of every parameter, in canonical order. A tied head belongs to `embedding`."""
+    """Return the optimizer group of every parameter, in canonical order. A tied head belongs to `embedding`."""
     return {name: parameter.group for name, parameter in graph_of(model).parameters.items()}
 
 
 def layer_of(name: str) -> int | None:
-    """The block that a parameter or tap belongs to, under whatever prefix (`exp_avg/…`), or None outside the blocks."""
+    """Return the block of a parameter or tap under any prefix (`exp_avg/…`); None outside the blocks."""
     parts = name.rpartition("/")[2].split(".")
     return int(parts[1]) if parts[0] == "blocks" else None
 

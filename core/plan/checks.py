@@ -79,7 +79,7 @@ class CheckCost:
 
 
 def cost_of_check(config: RunConfig, *, thorough: bool) -> CheckCost:
-    """The cost of one check.
+    """Estimate the cost of one check.
 
     thorough: as `lockstep parity` makes them; otherwise one during training (`parity.every`), which leaves the state
     alone.

@@ -49,7 +49,7 @@ def choices(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None) -> list
 
 
 def own_name(config: RunConfig) -> str:
-    """The name of the configuration's policy."""
+    """Return the name of the configuration's policy."""
     chosen = config.recompute
     for name, policy in POLICIES.items():
         if (policy.chosen, policy.every, policy.keep_products) == (chosen.chosen, chosen.every, chosen.keep_products):
@@ -66,7 +66,7 @@ def micro_batches(config: RunConfig) -> list[int]:
 
 
 def with_settings(config: RunConfig, micro: int, recompute: RecomputeConfig) -> RunConfig:
-    """The configuration with another micro-batch and policy; a micro-batch that does not divide is not refused."""
+    """Return the configuration with another micro-batch and policy; a micro-batch that does not divide is allowed."""
     train = config.train.model_copy(update={"micro_batch_size": micro})
     return config.model_copy(update={"train": train, "recompute": recompute})
 
@@ -89,7 +89,7 @@ def _choice(config: RunConfig, gpu: Gpu, name: str, policy: RecomputeConfig, sha
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`; 0 without any."""
+    """Return the largest divisor of `number` that is at most `limit`; 0 without any."""
     if not limit:
         return 0
     root, least = math.isqrt(number), -(-number // limit)
@@ -117,7 +117,7 @@ def smallest_change(config: RunConfig, found: list[Choice]) -> list[str]:
 
 
 def in_settings(recompute: RecomputeConfig) -> str:
-    """A policy as settings of a run file."""
+    """Write a policy as settings of a run file."""
     words = [f'recompute.parts = "{recompute.parts}"']
     words += [f"recompute.every = {recompute.every}"] if recompute.every > 1 else []
     words += ["recompute.keep_products = true"] if recompute.keep_products else []

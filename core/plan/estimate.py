@@ -90,7 +90,7 @@ class Estimate:
 
 
 def at_length(config: RunConfig, length: int) -> RunConfig:
-    """The configuration of the steps at one sequence length of its curriculum: as many tokens, in other sequences."""
+    """Return the configuration of steps at one length of its curriculum: as many tokens, in other sequences."""
     train = config.train
     sizes = {
         "sequence_length": length,

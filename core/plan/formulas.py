@@ -112,9 +112,10 @@ class _Products:
         self.narrow = 1.0 if z.fp8 else 0.0
 
     def forward(self, tape: Tape, name: str, into: int, out: int, narrow: bool = False) -> None:
-        """An eager layer: its input's copy and its weight's stay, its output is `name`, as the plan of casts keeps it.
+        """Make the tensors of an eager layer: its input's copy and its weight's stay, its output is `name`.
 
-        narrow: its input has the operand dtype and is the caller's, so that there is no copy.
+        The output is kept as the plan of casts sets. narrow: its input has the operand dtype and is the caller's, so
+        that there is no copy.
         """
         z, n = self.z, self.z.tokens
         if z.casts:
@@ -413,9 +414,9 @@ def _fused_mlp(z: Sizes, products: float, normed: float) -> Part:
 
 
 def _fused_mlp_again(z: Sizes, kept: Part) -> Part:
-    """Computed again, silu(gate) is a tensor too; all of this size stay until the end of the block's backward pass.
+    """Return the MLP computed again: silu(gate) is a tensor too; all of this size stay until the block's backward ends.
 
-    Inductor lets weights' gradients wait (torch/_inductor/memory.py, `reorder_for_peak_memory`), and keeps a buffer
+    Inductor delays weights' gradients (torch/_inductor/memory.py, `reorder_for_peak_memory`), and keeps a buffer
     that the next block takes over (torch/_inductor/codegen/wrapper.py, `FreeIfNotReusedLine`).
     """
     n, one = z.tokens, z.hidden * z.ffn

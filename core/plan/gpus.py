@@ -152,7 +152,7 @@ GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _KNOWN}
 
 
 def gpu_named(name: str) -> Gpu:
-    """The device of this name. Raises UserError that lists the known ones."""
+    """Return the device of this name. Raises UserError that lists the known ones."""
     found = GPUS.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), GPUS, n=1)

@@ -37,7 +37,7 @@ class Head:
 
 
 def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
-    """The head of a run, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
+    """Return a run's head, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
     chosen = loss.chosen
     rows = chosen.rows(z.tokens, z.hidden, z.vocab, loss.chunk)
     if chosen.library:
@@ -299,7 +299,7 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
 
 
 def _of_library(z: Sizes, chosen: LossHead, rows: int) -> Head:
-    """A library's: gradients in the operand dtype, or the weight's summed in FP32; logits of so many rows."""
+    """Return a library's head: operand-dtype gradients, or the weight's summed in FP32; logits of `rows` rows."""
     n, V = z.tokens, z.vocab
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
     weight = float(z.stream * V * z.hidden)

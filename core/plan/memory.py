@@ -120,14 +120,14 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
 
 
 def _chosen_again(link: Link, keep: bool, chosen: AbstractSet[str]) -> Link:
-    """The part as it is, or computed again if it is among the chosen ones."""
+    """Return the part as it is, or computed again if it is among the chosen ones."""
     if link.plan is None or link.name not in chosen - {"block"}:
         return link
     return Link(link.name, _again(link.plan, keep, link.plan.entry))
 
 
 def _again(part: Part, keep: bool, entry: float) -> Part:
-    """A part that the backward pass computes again: its input stays, and its products if so configured."""
+    """Return a part that the backward pass computes again: its input stays, and its products if so configured."""
     kept = {"input": entry, "products": part.products if keep else 0.0}
     there = _sum(kept)
     forward = Phase(there, max(there, part.forward.peak), part.forward.made)
@@ -158,7 +158,7 @@ def _numbers(operations: Sequence[Operation]) -> int:
 
 
 def _outside(graph: Graph) -> tuple[list[Operation], list[Operation]]:
-    """The operations before the blocks and after them, but for the look-up and the head, which have their own rules."""
+    """List the operations before and after the blocks, but for the look-up and the head, which have their own rules."""
     places = [number for number, one in enumerate(graph.operations) if one.layer is not None]
     plain = [one for one in graph.operations[: places[0]] if one.part != "embedding"]
     return plain, [one for one in graph.operations[places[-1] + 1 :] if one.part != "head"]
@@ -181,10 +181,10 @@ class Passes:
 
 
 def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) -> Passes:
-    """The passes of one micro-batch, from no gradients to all of them, or its part of them.
+    """Return the passes of one micro-batch, from no gradients to all of them, or its part of them.
 
     later: there are gradients already that new ones are added to: an eager program frees each new one as it is added, a
-    compiled one hands all of them over at its end. shards: of a block's gradients one in so many stays on this device.
+    compiled one hands all of them over at its end. shards: one in `shards` of a block's gradients stays on this device.
     """
     recompute, layers = config.recompute, config.model.layers
     D, graph = _residual(z), _one_block(config)
@@ -248,7 +248,7 @@ def _backward(links: Sequence[Link]) -> Phase:
 
 @lru_cache(maxsize=16)
 def _of_state(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[int, float]:
-    """Number of parameters, and bytes of weights, gradients and moments, counted once a model."""
+    """Return the number of parameters, and the bytes of weights, gradients and moments, counted once a model."""
     config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
     return parameter_count(model), state_bytes(config)
 
@@ -292,7 +292,7 @@ def _whole_gradients(config: RunConfig) -> bool:
 
 
 def _spared(config: RunConfig, z: Sizes) -> float:
-    """The first block's sum after attention is made again from the two it is of: nothing lies between them."""
+    """Return the bytes of the first block's sum after attention, made again from the two terms beside it."""
     recompute = config.recompute
     if not (z.whole and z.casts) or ("block" in recompute.chosen and recompute.every == 1):
         return 0.0
@@ -300,7 +300,7 @@ def _spared(config: RunConfig, z: Sizes) -> float:
 
 
 def _final_spared(config: RunConfig, z: Sizes) -> float:
-    """The last block's output, which the final norm reads, is made again with a block that is computed again."""
+    """Return the bytes of the last block's output, made again with a recomputed block; the final norm reads it."""
     recompute = config.recompute
     again = "block" in recompute.chosen and config.model.layers % recompute.every == 0
     return _residual(z) if z.whole and again else 0.0

@@ -67,7 +67,7 @@ def _plans(
 
 
 def _around_attention(graph: Graph, members: Sequence[Operation], one: Operation) -> list[str]:
-    """The taps that `attention` covers: projections, rotations, the kernel and its output's projection; or none."""
+    """List the taps that `attention` covers: projections, rotations, kernel and output projection; or none."""
     rotated = [graph.by_tap[one.reads[role]] for role in ("q", "k")]
     made = [graph.by_tap[x.reads["x"]] for x in rotated if x.kind == "rope"] + [graph.by_tap[one.reads["v"]]]
     made += [reader for reader in members if reader.kind == "linear" and one.tap in reader.reads.values()]
@@ -78,7 +78,7 @@ def _around_attention(graph: Graph, members: Sequence[Operation], one: Operation
 
 
 def _around_gated(graph: Graph, members: Sequence[Operation], one: Operation) -> list[str]:
-    """The taps that `mlp` covers: the products before and after, and what is between them; or none."""
+    """List the taps that `mlp` covers: the products before and after, and what is between them; or none."""
     made = [graph.by_tap[tap] for tap in one.reads.values()]
     made += [reader for reader in members if reader.kind == "linear" and one.tap in reader.reads.values()]
     whole = len(made) == 3 and all(x.kind == "linear" and x in members for x in made)

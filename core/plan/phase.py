@@ -18,18 +18,18 @@ class Phase:
     made: float = 0.0
 
     def __add__(self, after: Phase) -> Phase:
-        """This phase, then `after`."""
+        """Return this phase followed by `after`."""
         return Phase(self.net + after.net, max(self.peak, self.net + after.peak), self.made + after.made)
 
     def times(self, count: int) -> Phase:
-        """This phase `count` times in a row."""
+        """Repeat this phase `count` times in a row."""
         if not count:
             return Phase()
         peak = max(self.peak, (count - 1) * self.net + self.peak)
         return Phase(count * self.net, peak, count * self.made)
 
     def beside(self, held: float) -> Phase:
-        """This phase while `held` more bytes are there from its start to its end."""
+        """Return this phase while `held` more bytes are there from its start to its end."""
         return Phase(self.net, held + self.peak, self.made)
 
 

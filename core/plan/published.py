@@ -110,7 +110,7 @@ def beside(config: RunConfig) -> list[Beside]:
 
 
 def savings(config: RunConfig) -> list[Saving]:
-    """The published checkpointing table at [16, 2048]."""
+    """Return the published checkpointing table at [16, 2048]."""
     gpu, rows = GPUS["h100"], {row.name: row for row in ROWS}
     none = memory(_config(config, rows[_BASE]), gpu, autocast=True).peak
     return [

@@ -75,7 +75,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
         return one.flops_at(0) * (in_narrow / narrow + (count - in_narrow) / rate)
 
     def scores(one: Operation) -> float:
-        """The same of its products that grow with the sequence."""
+        """Return the seconds of its products that grow with the sequence."""
         count = layers if one.layer is not None else 1
         return count * (one.flops_at(train.sequence_length) - one.flops_at(0)) / attention_rate
 

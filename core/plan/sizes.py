@@ -82,7 +82,7 @@ class Sizes:
 
 
 def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
-    """The sizes of a run on a device.
+    """Return the sizes of a run on a device.
 
     autocast: as a model under torch.autocast has them, not Lockstep's: outputs of products stay in the operand dtype,
     logits too.
@@ -125,7 +125,7 @@ def _width(model: ModelConfig, kind: str, role: str) -> int:
 
 
 def kernel_of(config: RunConfig, gpu: Gpu) -> AttentionKernel:
-    """The attention kernel that runs, `auto` resolved; on the CPU flash attention stands in for those of CUDA alone."""
+    """Return the attention kernel that runs, `auto` resolved; on the CPU, flash stands in for CUDA's own kernels."""
     if config.model.attention_cap:
         return next(kernel for kernel in ATTENTION_KERNELS.values() if kernel.written_out)
     if not gpu.cuda:

@@ -40,7 +40,7 @@ def model_rows(estimate: Estimate) -> Rows:
 
 
 def peak_words(estimate: Estimate) -> str:
-    """The peak that utilisation is of."""
+    """State the peak that utilisation is relative to."""
     peak = f"{estimate.peak_flops / 1e12:,.1f} TFLOP/s, dense"
     sparse = " (1979 is the sparse one)" if round(estimate.peak_flops / 1e11) == 9894 else ""
     return f"{peak}{sparse}"
@@ -87,7 +87,7 @@ def time_rows(estimate: Estimate, price: float) -> Rows:
 
 
 def check_rows(config: RunConfig) -> Rows:
-    """A check during training, and one of `lockstep parity`: bytes on the disk and in memory, seconds."""
+    """Return the rows of a check in training and of one of `lockstep parity`: bytes on disk and in memory, seconds."""
     parity, train = config.parity, config.train
     during, thorough = (cost_of_check(config, thorough=one) for one in (False, True))
     every = f"every {parity.every} steps" if parity.every else "none: parity.every = 0"
@@ -149,7 +149,7 @@ SAVED = ("computed again, [16, 2048]", "published", "estimated", "points")
 
 
 def published_rows(config: RunConfig) -> Rows:
-    """Published rows beside ours, with the difference."""
+    """Return the published rows beside ours, with the difference."""
     rows: Rows = []
     for row in beside(config):
         theirs = "" if row.theirs is None else f"{row.theirs / 1e9:.1f}"
@@ -163,12 +163,12 @@ def published_rows(config: RunConfig) -> Rows:
 
 
 def saving_rows(config: RunConfig) -> Rows:
-    """The published checkpointing table beside ours."""
+    """Return the published checkpointing table beside ours."""
     return [[s.about, f"{s.theirs:.1%}", f"{s.ours:.1%}", f"{100 * (s.ours - s.theirs):+.1f}"] for s in savings(config)]
 
 
 def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[str, Any]:
-    """The whole plan for `--json`: bytes, seconds, dollars."""
+    """Return the whole plan for `--json`: bytes, seconds, dollars."""
     config, memory = estimate.config, estimate.memory
     return {
         "gpu": _gpu(estimate.gpu),

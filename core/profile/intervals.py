@@ -8,7 +8,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The set of all instants that lie in any of the spans; those without length are nothing."""
+    """Return the set of all instants that lie in any of the spans; those without length are nothing."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if stop <= start:

@@ -11,7 +11,7 @@ LEAST_SHARE = 0.001
 
 
 def page(title: str, found: Mapping[str, Any]) -> str:
-    """The summary of core/profile/summary.py, with what scripts/commands/profile.py adds to it, as Markdown."""
+    """Write the summary of core/profile/summary.py, with the additions of scripts/commands/profile.py, as Markdown."""
     step = found["profiled_seconds"]
     lines = [f"# {title}", "", *_facts(found), "", f"## Where {seconds(step)} of a recorded step go", ""]
     if found["gpu"]:
@@ -31,7 +31,7 @@ def page(title: str, found: Mapping[str, Any]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with four figures, in the unit that suits it."""
+    """Write a time with four figures, in the unit that suits it."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
@@ -104,7 +104,7 @@ def _share(value: float, step: float) -> str:
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown whose columns stand below each other."""
+    """Write a table of Markdown with aligned columns."""
     cells = [headers, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]

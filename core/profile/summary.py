@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def summarize(events: Sequence[Event], top: int = 20) -> dict[str, Any]:
-    """The summary of a trace (docs/guide/profile.md lists its entries). `events` are by start, as `read_trace` gives.
+    """Summarize a trace (docs/guide/profile.md lists the entries). `events` are by start, as `read_trace` gives.
 
     Without steps of the profiler's, the whole trace counts as one.
     """
@@ -147,7 +147,7 @@ def _top(work: _Work, parts: Mapping[str, list[Span]], per_step: float, step: fl
 
 
 def _part_at(times: Sequence[float], parts: Mapping[str, list[Span]]) -> list[str]:
-    """The part of the step in which each instant lies, empty if there is none."""
+    """Return the part of the step in which each instant lies, empty if there is none."""
     edges = sorted((start, stop, name) for name, spans in parts.items() for start, stop in spans)
     found = [""] * len(times)
     number = 0
@@ -202,7 +202,7 @@ def _when(work: _Work, kinds: Iterable[str]) -> list[Span]:
 
 
 def _gaps(idle: Sequence[Span], per_step: float) -> list[dict[str, float]]:
-    """Number and time of the gaps by size: up to 10 µs, 100 µs, 1 ms, and longer."""
+    """Count and time the gaps by size: up to 10 µs, 100 µs, 1 ms, and longer."""
     rows = []
     for least, most in zip((0.0, *SIZES), (*SIZES, float("inf")), strict=True):
         own = [t for start, stop in idle if least < (t := (stop - start) * MICROSECOND) <= most]

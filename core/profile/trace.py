@@ -43,7 +43,7 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a trace, gzip or not, by their starts. Raises UserError if it is none, or holds none."""
+    """Read the events of a trace, gzip or not, by their starts. Raises UserError if it is none, or holds none."""
     raw = read_whole(path)
     try:
         body = json.loads(_unpacked(raw, path) if raw.startswith(GZIP) else raw)
@@ -62,7 +62,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def _unpacked(raw: bytes, path: Path) -> bytes:
-    """The contents of a gzip file. Raises UserError if they are so many times as large that they are no trace."""
+    """Unpack a gzip file. Raises UserError if it unpacks to so many times its size that it is no trace."""
     most = MOST_PACKED * len(raw)
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
         found = file.read(most + 1)

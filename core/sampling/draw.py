@@ -62,7 +62,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def choose(shares: np.ndarray, uniform: float) -> int:
-    """The first id whose cumulative probability exceeds `uniform`, in [0, 1): the inverse of the distribution."""
+    """Return the first id whose cumulative probability exceeds `uniform`, in [0, 1): the inverse distribution."""
     reached = np.cumsum(shares)
     # Rounded, the product may reach the sum.
     return min(int(np.searchsorted(reached, uniform * reached[-1], side="right")), int(np.flatnonzero(shares)[-1]))

@@ -17,19 +17,19 @@ class JsonlSink:
         self._run = run
 
     def record(self, record: StepRecord) -> None:
-        """A line of records.jsonl."""
+        """Write a line of records.jsonl."""
         self._run.append_record(record)
 
     def check(self, check: Check) -> None:
-        """A line of parity.jsonl."""
+        """Write a line of parity.jsonl."""
         self._run.append_check(check.to_json())
 
     def skipped(self, step: int, reason: str) -> None:
-        """A line of parity.jsonl that says why there is no verdict."""
+        """Write a line of parity.jsonl with the reason why there is no verdict."""
         self._run.append_check({"schema": SCHEMA, "step": step, "verdict": "skipped", "reason": reason})
 
     def saved(self, saved: Saved) -> None:
-        """A line of checkpoints.jsonl."""
+        """Write a line of checkpoints.jsonl."""
         self._run.append_saved(asdict(saved))
 
     def note(self, text: str) -> None:

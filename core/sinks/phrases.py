@@ -73,7 +73,7 @@ def verdicts(agreed: int, judged: int, skipped: int) -> str:
 
 
 def check_line(check: Check) -> str:
-    """The verdict of one checked step, with the origin or the worst measure and its bound."""
+    """Return the verdict of one checked step, with the origin or the worst measure and its bound."""
     head = f"step {check.step}: parity {headline(check.verdict, check.not_exercised)}"
     finding = check.origin or check.worst
     if finding is None or check.verdict == "could_not":
@@ -117,7 +117,7 @@ def place_of(finding: Finding) -> str:
 
 
 def bounds(low: float | None, high: float | None) -> str:
-    """An interval in words, as it stands in a verdict."""
+    """Write an interval in words, as a verdict prints it."""
     if low is None and high is None:
         return "no bound"
     if low is None:

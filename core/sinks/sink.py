@@ -21,11 +21,11 @@ class Sink(Protocol):
         ...
 
     def skipped(self, step: int, reason: str) -> None:
-        """A check that was due at `step` did not take place."""
+        """Report that a check that was due at `step` did not take place."""
         ...
 
     def saved(self, saved: Saved) -> None:
-        """A checkpoint is on the disk."""
+        """Report that a checkpoint is on the disk."""
         ...
 
     def note(self, text: str) -> None:

@@ -18,9 +18,9 @@ _WIDE = 10_000
 
 
 def open_console(width: int | None = None) -> Console:
-    """A console that takes names, notes and samples from anywhere: no markup, and no command to the terminal in them.
+    """Open a console for names, notes and samples from anywhere: no markup in them, and no command to the terminal.
 
-    width: columns; None: the terminal's. It raises BrokenPipeError when nobody reads any more, as `print` does: rich's
+    width: columns; None: the terminal's. It raises BrokenPipeError when its reader has gone, as `print` does: rich's
     own ends the process with exit code 1, which here means that a check disagreed.
     """
     from rich.console import Console

@@ -15,7 +15,7 @@ def visible(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """A page of Markdown that holds names from elsewhere, so that it can hold neither HTML nor pictures.
+    """Escape names from elsewhere in a page of Markdown, so that it can hold neither HTML nor pictures.
 
     For pages that have none of their own.
     """

@@ -118,7 +118,7 @@ def prove(config: RunConfig, session: Session, batch: Batch, step: int, ranks: R
 
 
 def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[Gradients, Gradients], float]:
-    """The step's gradients twice, and how many seconds the first call took longer than the last."""
+    """Compute the step's gradients twice; return both, and the seconds that the first call took beyond the last."""
     random = random_state(session)
     if config.train.ranks > 1:
         # Each rank computes it alone: what it refuses leaves nobody waiting.

@@ -53,6 +53,6 @@ def first_place(loss: float, parameters: Sequence[str], count: int) -> str:
 
 
 def of_ranks(places: Mapping[int, str]) -> str:
-    """The same of several ranks, by rank."""
+    """Describe where numbers are not finite on several ranks, by rank."""
     found = [f"on rank {rank} {place}" for rank, place in sorted(places.items()) if place]
     return "; ".join(found) or "on no rank by itself: it arose in the sum over ranks"

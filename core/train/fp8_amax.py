@@ -34,18 +34,18 @@ def layers(config: RunConfig) -> list[str]:
 
 
 def key(layer: str, cast: str, age: int) -> str:
-    """The scalar that holds what the step `age` steps before the last one saw."""
+    """Return the name of the scalar with the amax that was seen `age` steps before the last step."""
     return f"{PREFIX}{layer}/{cast}/{age}"
 
 
 def largest(x: np.ndarray) -> np.floating:
-    """The largest magnitude of an array."""
+    """Return the largest magnitude of an array."""
     found: np.floating = max(x.max(), -x.min())
     return found
 
 
 def first_amaxes(config: RunConfig) -> dict[str, float]:
-    """The scalars of a run's state before its first step: zeros, which are no amaxes yet."""
+    """Return the scalars of a run's state before its first step: zeros, which are no amaxes yet."""
     ages = range(config.precision.fp8_history)
     return {key(layer, cast, age): 0.0 for layer in layers(config) for cast in CASTS for age in ages}
 
@@ -64,7 +64,7 @@ def amaxes_in_force(config: RunConfig, scalars: Mapping[str, float]) -> dict[str
 
 
 def amaxes_after(config: RunConfig, scalars: Mapping[str, float], seen: Amaxes) -> dict[str, float]:
-    """The history after a step that saw these amaxes: each one a step older, and the oldest forgotten."""
+    """Return the history after a step that saw these amaxes: each one a step older, and the oldest dropped."""
     found = {}
     for layer, of_layer in seen.items():
         for cast, newest in zip(CASTS, of_layer, strict=True):
@@ -75,7 +75,7 @@ def amaxes_after(config: RunConfig, scalars: Mapping[str, float], seen: Amaxes) 
 
 
 def for_a_share(config: RunConfig, scalars: Mapping[str, float], share: float) -> dict[str, float]:
-    """The scalars with which a micro-batch alone is cast as where it has this share of a whole step's loss weight.
+    """Return the scalars that cast a micro-batch alone as in a step where it has this share of the loss weight.
 
     Alone, its gradients are 1 / share as large.
     """
@@ -87,5 +87,5 @@ def for_a_share(config: RunConfig, scalars: Mapping[str, float], share: float) -
 
 
 def without_amaxes(scalars: Mapping[str, float]) -> dict[str, float]:
-    """The scalars that are told of each step: not the history, which has thousands."""
+    """Return the scalars that are printed for each step: without the amax history, which has thousands."""
     return {name: value for name, value in scalars.items() if not name.startswith(PREFIX)}

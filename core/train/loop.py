@@ -97,9 +97,9 @@ def step_records(
     spikes: Spikes | None = None,
     ranks: Ranks = ONE,
 ) -> Iterator[StepRecord]:
-    """Steps `first`… of the run, each as its record with timing and the metrics that are due.
+    """Run steps `first`… and yield each one's record with timing and the metrics that are due.
 
-    stalls: the stopwatch of whoever takes the records. spikes: looks at each loss, and keeps the batch of one.
+    stalls: the stopwatch of the caller. spikes: checks each loss, and keeps the batch of a spike.
     Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
     too many of them were left out in a row. Raises WrongRecord at a step whose record is not the run's.
     """
@@ -158,7 +158,7 @@ def looks_due(config: RunConfig, step: int) -> bool:
 
 
 def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
-    """The next batch, once every rank has its own. Raises LoaderError on all of them if one has not."""
+    """Return the next batch, once every rank has its own. Raises LoaderError on all of them if one has not."""
     try:
         batch, failed = next(batches), None
     except LoaderError as error:

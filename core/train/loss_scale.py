@@ -17,12 +17,12 @@ SCALE, FINITE, SKIPPED = "loss_scale", "finite_steps", "skipped_steps"
 
 
 def first_scale(precision: PrecisionConfig) -> dict[str, float]:
-    """The scalars of a run's state before its first step: none but under fp16."""
+    """Return the scalars of a run's state before its first step: none but under fp16."""
     return {SCALE: precision.loss_scale, FINITE: 0.0, SKIPPED: 0.0} if precision.chosen.scaled else {}
 
 
 def scale_after(scalars: Mapping[str, float], finite: bool, interval: int) -> dict[str, float]:
-    """The scalars after a step whose gradients were finite or not. interval: finite steps until the scale doubles."""
+    """Return the scalars after a step. finite: of its gradients. interval: finite steps until the scale doubles."""
     if not scalars:
         return {}
     if not finite:

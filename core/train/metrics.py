@@ -56,7 +56,7 @@ def norms_by_group(
     parameter: Mapping[str, float],
     update: Mapping[str, float],
 ) -> dict[str, float]:
-    """The step record's metrics: pre-clip gradient norm, parameter norm, and update-to-weight ratio of each group.
+    """Return the metrics of each group: pre-clip gradient norm, parameter norm, and update-to-weight ratio.
 
     Takes L2 norms by canonical parameter name: of the accumulated gradients before clipping, of the weights before
     the update, and of the update; and the group of each parameter. A group whose weights are all 0 (fresh biases) has
@@ -69,6 +69,6 @@ def norms_by_group(
 
 
 def attention_logits(by_layer: Iterable[float]) -> dict[str, float]:
-    """The step record's metrics of the largest attention logit of each layer."""
+    """Return the step record's metrics of the largest attention logit of each layer."""
     found = {f"{ATTENTION_LOGIT}blocks.{layer}": float(value) for layer, value in enumerate(by_layer)}
     return {f"{ATTENTION_LOGIT}max": max(found.values()), **found} if found else {}

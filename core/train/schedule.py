@@ -38,7 +38,7 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def decay_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Steps over which the rate falls, the last ones of the run: all after the warm-up, or wsd's share of the run.
+    """Return the steps over which the rate falls, the last of the run: all after the warm-up, or wsd's share.
 
     wsd: `decay_share` · T to the nearest step, one at least.
     """

@@ -31,7 +31,7 @@ def is_made(config: RunConfig, loss: float, grad_norm: float) -> bool:
 
 
 def first_scalars(config: RunConfig) -> dict[str, float]:
-    """The scalars of a run's state before its first step."""
+    """Return the scalars of a run's state before its first step."""
     counts = {SKIPPED: 0.0, IN_A_ROW: 0.0} if config.train.on_not_finite == "skip" else {}
     return first_scale(config.precision) | counts | first_amaxes(config)
 
@@ -44,14 +44,14 @@ def own_scalars(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, fl
 
 
 def as_its_own(config: RunConfig, state: State) -> State:
-    """A state as a session of `config` takes it over: under another precision policy with a loss scale, or without."""
+    """Return a state with the scalars of a session of `config`: under another precision policy, or without a scale."""
     return replace(state, scalars=own_scalars(config, state.scalars))
 
 
 def scalars_after(
     config: RunConfig, scalars: Mapping[str, float], made: bool, seen: Amaxes | None = None
 ) -> dict[str, float]:
-    """The scalars after a step that was made or left out. seen: its amaxes under FP8's delayed scaling."""
+    """Return the scalars after a step that was made or left out. seen: its amaxes under FP8's delayed scaling."""
     after = dict(scalars)
     if made and seen:
         after |= amaxes_after(config, scalars, seen)

@@ -82,7 +82,7 @@ class SpikeDetector:
             self._take(step, loss)
 
     def look(self, step: int, loss: float) -> tuple[float, float] | None:
-        """(expected loss, sigma) if this loss is a spike, else None; it belongs to the window from now on."""
+        """Return (expected loss, sigma) if this loss is a spike, else None; add it to the window."""
         found = None
         if self._sigma and len(self._window) == WINDOW and math.isfinite(loss):
             steps, losses = zip(*self._window, strict=True)
@@ -108,7 +108,7 @@ class Spikes:
         self._notes: list[str] = []
 
     def look(self, record: StepRecord, batch: Batch) -> dict[str, float]:
-        """The record's metrics: of a spike, how many sigmas it stands above what was expected. Its batch is kept."""
+        """Return the record's metrics of a spike: how many sigmas it exceeds the expected loss. Its batch is kept."""
         found = self._detector.look(record.step, record.loss)
         if record.left_out is not None and self._run.config.log.spike_sigma:
             self._keep(record, batch, {"why": f"left out: {record.left_out}"}, "")

@@ -12,5 +12,5 @@ HUB: dict[str, HubFamily] = {
 
 
 def by_architecture(name: str) -> HubFamily | None:
-    """The family of an architecture as config.json names it, or None."""
+    """Return the family of an architecture as config.json names it; None if there is none."""
     return next((family for family in HUB.values() if family.architecture == name), None)

@@ -26,17 +26,17 @@ FAMILIES: dict[str, Family] = {
 
 @lru_cache(maxsize=32)
 def graph_of(model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None) -> Graph:
-    """The graph of a model.
+    """Build the graph of a model.
 
-    attention: of the run, for what its operations read from the batch; without it, nothing. loss: of the run, for a
-    library's head, which is one operation from the final norm's output to the NLL; without it, Lockstep's own head.
-    Raises KeyError for an unknown family.
+    attention: of the run, for the inputs that its operations read from the batch; without it, none. loss: of the run,
+    for a library's head, which is one operation from the final norm's output to the NLL; without it, Lockstep's own
+    head. Raises KeyError for an unknown family.
     """
     return Graph.of(FAMILIES[model.family](model, attention or AttentionConfig(), loss or LossConfig()))
 
 
 def traits_of(model: ModelConfig) -> Traits:
-    """The traits of a model's family; those of Llama for a family that lists its operations by itself.
+    """Return the traits of a model's family; those of Llama for a family that lists its operations by itself.
 
     Raises KeyError for an unknown family.
     """
@@ -45,7 +45,7 @@ def traits_of(model: ModelConfig) -> Traits:
 
 
 def as_read(model: ModelConfig) -> ModelConfig:
-    """The model with everything that changes nothing at its default: two models that are one function are then equal.
+    """Set every field that changes nothing to its default: two models that are one function are then equal.
 
     These are fields that its family does not read, RoPE's stretch without a factor, and the usual widths and scales.
     """

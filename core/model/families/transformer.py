@@ -34,7 +34,7 @@ class Transformer:
         return [*found, *_head(model, loss)]
 
     def _embedded(self, model: ModelConfig, attention: AttentionConfig) -> list[Operation]:
-        """The look-up of tokens, and what is added to it or multiplied with it before the first block."""
+        """List the operations before the first block: the look-up of tokens, what is added to it, and its scale."""
         parameters, width = {"weight": _table(model)}, (model.hidden,)
         found = [Operation("embed", "embedding", "embed", None, "embedding", {}, parameters, width, batch=("tokens",))]
         if self.traits.scaled_embedding:
@@ -50,7 +50,7 @@ class Transformer:
 
 
 def norm(traits: Traits, model: ModelConfig, place: str, layer: int | None, tap: str, x: str) -> Operation:
-    """A norm of the residual stream, or after attention or MLP. place: the first word of its id."""
+    """Return a norm of the residual stream, or after attention or MLP. place: the first word of its id."""
     shape, kind = (model.hidden,), traits.norm
     parameters = {"weight": Parameter(f"{tap}.weight", shape, "gains", Constant(float(kind != "centered_norm")))}
     if kind == "layer_norm":
@@ -132,7 +132,7 @@ class _Block:
         return (self.model.heads if role == "q" else self.model.kv_heads, self.model.head_dim)
 
     def _head_norm(self, role: str, reads: dict[str, str]) -> Operation:
-        """The norm of queries or keys; what reads them reads it from now on."""
+        """Add the norm of queries or keys; their readers read its output from now on."""
         tap, x = f"attn.{role}_norm", {"x": reads[role]}
         reads[role] = tap
         gain = Parameter(f"{self.at}.{tap}.weight", (self.model.head_dim,), "gains", Constant(1.0))
@@ -140,7 +140,7 @@ class _Block:
         return replace(found, parameters={"weight": gain})
 
     def _rope(self, role: str, reads: dict[str, str]) -> Operation:
-        """The rotation of queries or keys; what reads them reads it from now on."""
+        """Add the rotation of queries or keys; their readers read its output from now on."""
         tap, x = f"attn.{role}_rope", {"x": reads[role]}
         reads[role] = tap
         places = ("documents",) if self.attention.reset_positions else ()
@@ -158,7 +158,7 @@ class _Block:
         return found
 
     def _added(self, part: str, stream: str, made: str) -> list[Operation]:
-        """The sum into the residual stream, behind its own norm where the family has one."""
+        """Return the sum into the residual stream, behind its own norm where the family has one."""
         found = []
         if self.traits.post_norms:
             tap = f"{self.at}.{part}_post_norm"
