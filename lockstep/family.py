@@ -16,7 +16,7 @@ from lockstep.torch_backend.watch.family import Accumulate, FamilyReference
 
 
 def from_hf(model: Any, *, accumulate: Accumulate | None = None) -> FamilyReference:
-    """The reference that `watch` takes, for a causal language model of transformers whose family is known here.
+    """Build the reference that `watch` takes, for a causal language model of transformers of a family known here.
 
     Args:
         model: what trains, of one of the six families (docs/guide/families.md), wrapped as it is.

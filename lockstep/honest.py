@@ -124,7 +124,7 @@ def _is_torch(x: Any) -> bool:
 
 
 def _by_name(inputs: Any, mine: Callable[..., Any], plain: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
-    """Inputs by name: a mapping's keys, else the names of plain's parameters, or of mine's."""
+    """Return inputs by name: a mapping's keys, else the names of plain's parameters, or of mine's."""
     if isinstance(inputs, Mapping):
         return dict(inputs), True
     if hasattr(inputs, "dtype") or not isinstance(inputs, Sequence):
@@ -169,7 +169,7 @@ def _differentiated(values: Mapping[str, Any], asked: bool | Sequence[str | int]
 def _own(
     mine: Any, plain: Any, truth: Any, places: tuple[str, str], dtype: str, inputs: Sequence[Given], asked: Any
 ) -> list[Given]:
-    """A torch module's parameters and buffers, which mine and plain then share, as inputs."""
+    """Return a torch module's parameters and buffers, which mine and plain then share, as inputs."""
     if places != ("torch", "torch"):
         return []
     from lockstep.torch_backend.tools.honest import own_tensors

@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all that was printed has got through; Python would complain of it at its very end."""
+    """Return the exit code after flushing the output; Python would report an error of that at its very end."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -204,13 +204,13 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
 
 
 def _shown(path: Path | None) -> str:
-    """A run file as it was named, without where this machine keeps it."""
+    """Return a run file as it was named, without the folders of this machine."""
     assert path is not None
     return path.name if path.is_absolute() else str(path)
 
 
 def run_file(options: BenchBest, given: dict[str, str], found: Search) -> str:
-    """The winner as a run file: its base, and what differs from it."""
+    """Write the winner as a run file: its base, and what differs from it."""
     import tomli_w
 
     from lockstep.core.config.file import load_config

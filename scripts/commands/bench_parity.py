@@ -113,7 +113,7 @@ def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[]
 def recorded(
     session: TorchSession, config: RunConfig, folder: Path, batch: Batch
 ) -> Iterator[dict[str, Callable[[], Any]]]:
-    """A step as training records it, by what is recorded of it; files of each lie in a folder of its own."""
+    """Yield the recording of a training step, by what is recorded; files of each lie in a folder of its own."""
     with ExitStack() as stack:
 
         def step(mode: str, **every: int) -> Callable[[], Any]:

@@ -151,7 +151,7 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def print_table(console: Console, rows: list[Row], series: dict[str, Any]) -> None:
-    """The rows, why some have no figure, and on what this was measured."""
+    """Print the rows, why some have no figure, and on what this was measured."""
     from lockstep.core.bench.page import HEADERS, about, cells, remarks
     from lockstep.core.bench.results import result_of
     from lockstep.core.sinks.tables import table

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def convert_run(source: Path, target: Path, to: str) -> Path:
-    """A run of another framework from a run's last intact checkpoint; returns its checkpoint."""
+    """Make a run of another framework from a run's last intact checkpoint; return its checkpoint."""
     from lockstep.core.checkpoint.format import checkpoint_step
     from lockstep.core.config.auto import BEFORE, ON_CPU
     from lockstep.core.run.directory import RunDir
@@ -78,7 +78,7 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
 
 
 def convert(source: Path, target: Path, to: str) -> Path:
-    """A checkpoint in another format; returns its folder. Raises UserError if it does not come back bit for bit."""
+    """Write a checkpoint in another format; return its folder. Raises UserError unless it reads back bit for bit."""
     from lockstep.core.checkpoint.format import begin_checkpoint, load_checkpoint, read_random
 
     state, extra = load_checkpoint(source, read_orbax)
@@ -110,7 +110,7 @@ def writing(to: str) -> Callable[[State, Path], Writing]:
 
 
 def read_orbax(folder: Path) -> State:
-    """The state that orbax wrote into a checkpoint, by the configuration that lies beside it."""
+    """Read the state that orbax wrote into a checkpoint, by the configuration that lies beside it."""
     import json
 
     from lockstep.core.checkpoint.format import EXTRA

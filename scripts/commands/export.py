@@ -101,7 +101,7 @@ def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: st
 
 
 def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
-    """The checkpoint's folder, the run's settings, and its tokenizer. Raises UserError if one of them is not there."""
+    """Return the checkpoint's folder, the run's settings and its tokenizer. Raises UserError if one is not there."""
     from lockstep.core.checkpoint.format import MANIFEST
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import is_run
@@ -123,7 +123,7 @@ def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
 
 
 def _settings_of(checkpoint: Path) -> RunConfig:
-    """The settings that lie beside the tensors of a checkpoint, whose files are held to its manifest."""
+    """Read the settings that lie beside the tensors of a checkpoint, whose files are held to its manifest."""
     import json
 
     from pydantic import ValidationError

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _config(options: Import, given: dict[str, str], found: HubModel) -> RunConfig:
-    """The run's settings. Raises UserError as `load_config`, and if a flag contradicts the folder."""
+    """Return the run's settings. Raises UserError as `load_config`, and if a flag contradicts the folder."""
     from lockstep.core.config.file import load_config
 
     model = {f"model.{name}": value for name, value in found.model.model_dump().items()}
@@ -95,7 +95,7 @@ def _text(value: Any) -> str:
 
 
 def _data(options: Import, given: dict[str, str], config: RunConfig, found: HubModel) -> RunData:
-    """The run's data. Raises UserError if it is missing, or was not prepared with the model's tokenizer."""
+    """Open the run's data. Raises UserError if it is missing, or was not prepared with the model's tokenizer."""
     import shlex
 
     from lockstep.core.data.index import INDEX_NAME

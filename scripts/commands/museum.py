@@ -125,7 +125,7 @@ def print_told(told: Told) -> None:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """A verdict in a word or two: `agreed`, `step 6`, or `not honest`."""
+    """Write a verdict in a word or two: `agreed`, `step 6`, or `not honest`."""
     if found["verdict"] != "disagreed":
         return str(found["verdict"]).replace("_", " ")
     return f"step {found['step']}" if found["step"] else "not honest"

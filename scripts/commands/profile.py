@@ -138,7 +138,7 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
 def batches_of(
     stack: ExitStack, options: Profile, config: RunConfig, given: Mapping[str, str]
 ) -> tuple[Iterator[Batch], str]:
-    """The run's batches as training reads them, or random ones where no data is prepared; and which they are."""
+    """Return the run's batches as training reads them, or random ones where no data is prepared; and which they are."""
     from lockstep.core.data.index import INDEX_NAME
     from lockstep.core.data.loader import Prefetcher
     from lockstep.scripts.shared.open_data import open_data
@@ -165,7 +165,7 @@ def floor_of(config: RunConfig) -> float | None:
 
 
 def nsys(out: Path, argv: list[str], ranks: int = 1) -> str:
-    """The command that shows the same steps in Nsight Systems."""
+    """Return the command that shows the same steps in Nsight Systems."""
     lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m lockstep"
     return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} {lockstep} {shlex.join(['profile', *argv, '--nvtx'])}"
 

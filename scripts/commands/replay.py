@@ -170,7 +170,7 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
 
 
 def _run_of_spike(path: Path, branch: int | None) -> tuple[Path, int | None]:
-    """The run of a spike, and the branch whose folder it lies in: RUN/branches/002/spikes/step_000123."""
+    """Return the run of a spike, and the branch whose folder it lies in: RUN/branches/002/spikes/step_000123."""
     folder = path.resolve().parent.parent
     if folder.parent.name != "branches" or not folder.name.isdecimal():
         return folder, branch
@@ -277,9 +277,9 @@ def _said(verdict: Any) -> str:
 
 
 def on_reference_devices(config: RunConfig, count: int | None, device: str | None) -> RunConfig:
-    """The configuration with so many devices of the reference, and of this kind, where they are given.
+    """Return the configuration with this number and kind of devices for the reference, where they are given.
 
-    Raises UserError for less than one, and for a GPU of which the run does not say how much a check may take.
+    Raises UserError for less than one, and for a GPU if the run does not limit the memory that a check may take.
     """
     if count is not None and count < 1:
         raise UserError(f"reference_devices = {count}: must be at least 1")
@@ -293,7 +293,7 @@ def on_reference_devices(config: RunConfig, count: int | None, device: str | Non
 def open_run(
     path: Path, branch: int | None = None, reference_devices: int | None = None, reference_device: str | None = None
 ) -> tuple[RunDir, RunData]:
-    """A run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
+    """Open a run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
     from lockstep.core.run.branches import Branch
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import CONFIG
@@ -323,7 +323,7 @@ def require_bands(run: RunDir) -> None:
 
 
 def batches_of(run: RunDir, data: RunData) -> Callable[[int], Batch]:
-    """The batch of each step, cut as the settings in force there say."""
+    """Return the batch of each step, cut by the settings in force there."""
     return lambda step: replace(data, config=run.config_at(step)).batch(step)
 
 
@@ -348,5 +348,5 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 
 def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:
-    """The configuration as it is, or with the device that is named, as the candidate resolves it."""
+    """Return the configuration as it is, or with the device that is named, as the candidate resolves it."""
     return on_its_device(config.model_copy(update={"device": device}), candidate) if device else config

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
-    """The tokenizer that the run was trained with. Raises UserError if it is not there, or another one is."""
+    """Return the tokenizer that the run was trained with. Raises UserError if it is missing or another one."""
     from lockstep.core.data.index import TOKENIZER_NAME
     from lockstep.core.data.tokenizer import load_tokenizer
 
@@ -102,7 +102,7 @@ def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
 
 
 def encoded(prompt: str, tokenizer: TextTokenizer) -> np.ndarray:
-    """The prompt's tokens; of an empty one, the end of text, which texts follow."""
+    """Encode the prompt; an empty one becomes the end of text, which texts follow."""
     import numpy as np
 
     try:
@@ -114,7 +114,7 @@ def encoded(prompt: str, tokenizer: TextTokenizer) -> np.ndarray:
 
 
 def checkpoint_of(run: RunDir, step: int | None) -> Path:
-    """The checkpoint of a step, or the last intact one. Raises UserError if it is not there."""
+    """Return the checkpoint of a step, or the last intact one. Raises UserError if it is not there."""
     from lockstep.core.checkpoint.format import checkpoint_step
 
     found = {checkpoint_step(path): path for path in run.checkpoints()}

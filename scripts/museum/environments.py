@@ -31,7 +31,7 @@ def is_present(requirement: str) -> bool:
 
 
 def folder_of(requirements: Sequence[str], environments: Path) -> Path | None:
-    """The folder of such packages, whether it is there or not; None if the present environment has them all.
+    """Return the folder of such packages, existing or not; None if the present environment has them all.
 
     Raises UserError if it needs another torch or JAX than there is.
     """
@@ -63,7 +63,7 @@ def install(requirements: Sequence[str], folder: Path) -> None:
 
 
 def path_with(folder: Path | None) -> dict[str, str]:
-    """The environment variables of a process that imports from `folder` first, and nothing from the network."""
+    """Return the environment variables of a process that imports from `folder` first, and nothing from the network."""
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(folder)] if folder else []
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

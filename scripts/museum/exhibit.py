@@ -59,11 +59,11 @@ class Exhibit:
         return self.is_mended and not self.gone
 
     def requirements(self, side: Side) -> tuple[str, ...]:
-        """Packages that one side runs with, each as `name==version`."""
+        """Return the packages that one side runs with, each as `name==version`."""
         return self.packages if side == "shipped" else self.fixed
 
     def version(self, side: Side) -> str:
-        """The first package of a side, in words: `transformers 4.45.2`."""
+        """Return the first package of a side, in words: `transformers 4.45.2`."""
         return self.requirements(side)[0].replace("==", " ")
 
 

@@ -61,5 +61,5 @@ def _honest(found: Any) -> dict[str, Any]:
 
 
 def _number(x: float | None) -> float | str | None:
-    """A number as JSON has it; infinities and NaN are words."""
+    """Return a number as JSON has it; infinities and NaN are words."""
     return x if x is None or math.isfinite(x) else str(x)

@@ -35,13 +35,13 @@ def rows(count: int, kind: str = "text") -> list[dict[str, Tensor]]:
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of logits [rows, length, vocabulary] against the token that follows."""
+    """Compute the mean cross-entropy of logits [rows, length, vocabulary] against the token that follows."""
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out(model: Any) -> float:
-    """The mean loss a token of a causal language model over 64 rows from the end of the text, computed from logits."""
+    """Compute a causal language model's mean loss a token over the text's last 64 rows, from its logits."""
     ids = text()[-64:]
     model.eval()
     loss = next_token_loss(model(input_ids=ids).logits, ids).item()
@@ -50,7 +50,7 @@ def held_out(model: Any) -> float:
 
 
 def llama() -> Any:
-    """A Llama of 40,000 parameters."""
+    """Build a Llama of 40,000 parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def llama() -> Any:
 
 
 def gpt2() -> Any:
-    """A GPT-2 of 33,000 parameters, without dropout."""
+    """Build a GPT-2 of 33,000 parameters, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -85,5 +85,5 @@ def arguments(folder: str, **given: Any) -> Any:
 
 
 def logged(trainer: Any) -> list[float]:
-    """The losses that a Trainer has logged, a step each."""
+    """Return the losses that a Trainer has logged, a step each."""
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -49,7 +49,7 @@ _LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
 def parse(
     command: type[T], name: str, argv: list[str], with_settings: bool, shown: Callable[[str], bool] = lambda key: True
 ) -> tuple[T, dict[str, str]]:
-    """The command's options, and the settings given as flags (dotted key → text).
+    """Parse the command's options, and the settings given as flags (dotted key → text).
 
     shown: which settings are flags of this command. `--help` lists the command's own options, and settings only where
     they are few; `--help-all` lists them all.
@@ -114,7 +114,7 @@ def _all_settings(name: str, flags: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _wide_enough() -> Iterator[None]:
-    """A terminal of no columns to speak of is taken for a narrow one: tyro would look for ever for where to break."""
+    """Set COLUMNS to NARROWEST in a narrower terminal, where tyro's search for line breaks would never end."""
     before = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns < NARROWEST:
         os.environ["COLUMNS"] = str(NARROWEST)
@@ -128,7 +128,7 @@ def _wide_enough() -> Iterator[None]:
 
 
 def _before_the_rest(argv: Sequence[str]) -> Sequence[str]:
-    """The words before `--`, after which no word is a flag."""
+    """Return the words before `--`, after which no word is a flag."""
     return argv[: argv.index("--")] if "--" in argv else argv
 
 
@@ -206,7 +206,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _words(kind: Any) -> str:
-    """A type as help writes it: INT, true|false, one|other."""
+    """Write a type as help shows it: INT, true|false, one|other."""
     if get_origin(kind) in (Union, UnionType):
         return "|".join(_words(option) for option in get_args(kind) if option is not type(None))
     if get_origin(kind) is Literal:
@@ -230,7 +230,7 @@ def _given(read: Any) -> dict[str, str]:
 
 
 def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tuple[T, list[str]]:
-    """The command's options, and what is wrong with them or not known; wrong ones have their default."""
+    """Return the command's options, and what is wrong with them or not known; wrong ones have their default."""
     hints = get_type_hints(command)
     found, wrong = {}, _not_understood(unknown, command)
     needed, missing = _needed(command), []

@@ -75,14 +75,14 @@ class Maker:
 
     @classmethod
     def of_run(cls, run: RunDir) -> Maker:
-        """The maker of a run."""
+        """Return the maker of a run."""
         from lockstep.core.run.layout import INFO
 
         return cls(run.info.get("backend", "torch"), run.path / INFO)
 
     @classmethod
     def of_capsule(cls, capsule: Capsule) -> Maker:
-        """The maker of a capsule's step."""
+        """Return the maker of a capsule's step."""
         from lockstep.core.parity.evidence.capsule import ABOUT
 
         return cls(capsule.about.get("candidate", "torch"), capsule.path / ABOUT)
@@ -135,13 +135,13 @@ def trainer_of(run: RunDir, asked: str | None, words: Sequence[str]) -> str:
 
 
 def with_option(words: Sequence[str], flag: str, value: str) -> list[str]:
-    """The words of a command line with one more option, before `--` where there is one."""
+    """Add an option to the words of a command line, before `--` where there is one."""
     end = words.index("--") if "--" in words else len(words)
     return [*words[:end], flag, value, *words[end:]]
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A line to type: these words after `lockstep`, quoted for a shell, under torchrun if that started this process."""
+    """Quote these words after `lockstep` as a line to type, under torchrun if that started this process."""
     place = launched()
     begin = "lockstep" if place is None else f"torchrun --nproc-per-node {place[1]} -m lockstep"
     return f"{begin} {shlex.join(words)}"
@@ -156,7 +156,7 @@ def description(backend: Backend, config: RunConfig) -> Mapping[str, Any]:
 
 
 def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:
-    """The configuration with `device` resolved: the twin follows the attention kernel of the candidate's device.
+    """Return the configuration with `device` resolved: the twin follows the attention kernel of that device.
 
     Raises UserError if the run cannot fit into this machine's memory.
     """

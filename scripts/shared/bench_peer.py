@@ -36,7 +36,7 @@ def resident(key: str = "VmRSS:") -> int | None:
 
 
 def load(program: str) -> Any:
-    """The contender's function, with all that its first step would import."""
+    """Import the contender's function, and everything that its first step would import."""
     import torch
 
     module, _, name = program.partition(":")

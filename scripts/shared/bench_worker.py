@@ -17,7 +17,7 @@ from lockstep.core.errors import UserError
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """The job's result with status `measured`, or another status with a reason in one line."""
+    """Return the job's result with status `measured`, or another status with a reason in one line."""
     import torch
 
     from lockstep.torch_backend.tools.bench import device_facts, measure_floor, measure_steps, versions

@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def missing(modules: Iterable[str]) -> list[str]:
-    """The names to install of those modules that are not there, each once, in order."""
+    """List the names to install of the modules that are missing, each once, in order."""
     return [DISTRIBUTIONS.get(name, name) for name in dict.fromkeys(modules) if not _is_there(name)]
 
 

@@ -92,7 +92,7 @@ def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
 
 
 def launch_here(ranks: int) -> LaunchConfig:
-    """The launch of so many processes on this machine, under a name of its own, as by `torchrun --standalone`."""
+    """Configure a launch of `ranks` processes on this machine, under a unique name, as `torchrun --standalone` does."""
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
@@ -141,9 +141,10 @@ def opens_ranks(backend: object) -> bool:
 
 @contextmanager
 def ranks_of_launch(config: RunConfig | None) -> Iterator[Ranks]:
-    """The ranks of this launch while they run a command; `ONE` without torchrun.
+    """Open the ranks of this launch while they run a command; `ONE` without torchrun.
 
-    config: rank 0's settings, which say on what ranks compute. Whatever ends a rank is told by one of them.
+    config: rank 0's settings, which hold the device that ranks compute on. One of the ranks reports the error that ends
+    any of them.
     """
     if launched() is None:
         yield ONE
@@ -173,7 +174,7 @@ def ranks_of_launch(config: RunConfig | None) -> Iterator[Ranks]:
 
 
 def on_every_rank(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """A command that every rank runs alike: what ranks other than 0 print goes nowhere, and they end with 0."""
+    """Wrap a command that every rank runs alike: the output of ranks other than 0 is dropped, and they end with 0."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -192,7 +193,7 @@ def on_every_rank(main: Callable[[list[str]], int]) -> Callable[[list[str]], int
 
 
 def reference_of(name: str, ranks: Ranks) -> Backend:
-    """The reference of a command, which rank 0 alone opens and asks. Raises UserError as `open_named` does."""
+    """Open the reference of a command, which rank 0 alone uses. Raises UserError as `open_named` does."""
     return judge_of(lambda: open_named(name), ranks)
 
 

@@ -27,7 +27,7 @@ def is_of_this_launch(run: RunDir) -> bool:
 
 
 def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
-    """The run at `path` if it is of this launch, to go on with. Only a finished one is then overwritten.
+    """Return the run at `path` if it is of this launch, to go on with; only a finished one is then overwritten.
 
     Raises UserError if the ranks were started anew, and the launch has no name by which its run could be known.
     """
@@ -47,9 +47,9 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
 
 
 def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str, str]:
-    """A command line's settings, `train.ranks` being what torchrun could start anew (`--nnodes MIN:MAX`).
+    """Return a command line's settings with `train.ranks` set to the ranks torchrun restarted (`--nnodes MIN:MAX`).
 
-    The device is the run's, which knows what `auto` has come to.
+    The device is the run's, in which `auto` is resolved.
     """
     place = launched()
     return {"device": run.config.device, **given, "train.ranks": str(place[1] if place else 1)}

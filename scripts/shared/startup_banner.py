@@ -36,7 +36,7 @@ LIBRARIES = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "tokenizers", "
 
 
 def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: RunData) -> dict[str, Any]:
-    """The contents of run.json at the start."""
+    """Return the contents of run.json at the start."""
     return {
         "backend": backend,
         "versions": versions(),
@@ -126,7 +126,7 @@ def precision_of(config: RunConfig, group: str) -> str:
 
 
 def optimizer_of(config: RunConfig, group: str) -> str:
-    """The rules by which a parameter group moves."""
+    """Name the rules by which a parameter group moves."""
     groups, rules = groups_of(config.model), update_rules(config)
     return " and ".join(dict.fromkeys(rules[name].title for name, of in groups.items() if of == group))
 
@@ -139,7 +139,7 @@ def recomputed_of(config: RunConfig, group: str) -> str:
 
 
 def sequences_of(train: TrainConfig) -> str:
-    """The sequences of a step, and up to which step they are of which length."""
+    """Describe the sequences of a step, and up to which step they are of which length."""
     ends = last_steps(train.curriculum, train.steps) or (train.steps,)
     said = [f"{batch_size(train, end)} sequences of {sequence_length(train, end)}" for end in ends]
     if len(ends) > 1:
@@ -148,7 +148,7 @@ def sequences_of(train: TrainConfig) -> str:
 
 
 def learning_rate_of(config: RunConfig) -> str:
-    """The schedule, in words."""
+    """Describe the schedule in words."""
     optim, steps = config.optim, config.train.steps
     falls = {"cosine": "half a cosine", "linear": "a straight line", "wsd": "1 − √ of the share done"}[optim.schedule]
     if optim.schedule == "wsd" and optim.decay_shape == "linear":

@@ -17,7 +17,7 @@ MICRO_BATCHES, ACCUMULATION, EPOCHS = 22, 4, 2
 
 
 def loss_of(model: Any, batch: Tensor) -> Tensor:
-    """The mean loss a token."""
+    """Compute the mean loss a token."""
     return small.next_token_loss(model(input_ids=batch).logits, batch)
 
 

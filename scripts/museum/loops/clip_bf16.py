@@ -15,7 +15,7 @@ STEPS, CLIP = 24, 0.5
 
 
 def loss_of(model: Any, batch: Tensor) -> Tensor:
-    """The mean loss a token."""
+    """Compute the mean loss a token."""
     return small.next_token_loss(model(input_ids=batch).logits, batch)
 
 

@@ -46,7 +46,7 @@ def layer_norm(mended: bool) -> Seen:
 
 
 def embedding(mended: bool) -> Seen:
-    """A bf16 table of 256 words, read at the places of a text in which few words make up most."""
+    """Read a bf16 table of 256 words at the places of a text in which few words make up most."""
     dtype = torch.float32 if mended else torch.bfloat16
 
     def mine(table: Tensor, ids: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def embedding(mended: bool) -> Seen:
 
 
 def vector_norm(mended: bool) -> Seen:
-    """The norm of one large tensor in FP32, as `clip_grad_norm_` takes it of an embedding's gradient."""
+    """Take the norm of one large tensor in FP32, as `clip_grad_norm_` does of an embedding's gradient."""
 
     def mine(x: Tensor) -> Tensor:
         return torch.stack([torch.linalg.vector_norm(x) for x in x.split(2**16)]).norm() if mended else x.norm()

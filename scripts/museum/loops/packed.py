@@ -16,7 +16,7 @@ STEPS, DOCUMENTS = 48, 4
 
 
 def each_alone(model: Any, inputs: Any) -> Tensor:
-    """The mean loss a target, with every document in a row of its own."""
+    """Compute the mean loss a target, with every document in a row of its own."""
     starts = (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
     total: Any = 0.0
     for start, end in zip(starts, [*starts[1:], inputs["input_ids"].shape[1]], strict=True):

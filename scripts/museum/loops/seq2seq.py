@@ -18,7 +18,7 @@ STEPS, ROWS = 24, 2
 
 
 def t5() -> Any:
-    """A T5 of 60,000 parameters, without dropout."""
+    """Build a T5 of 60,000 parameters, without dropout."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -29,7 +29,7 @@ def t5() -> Any:
 
 
 def moonshine() -> Any:
-    """A Moonshine, from waveforms to text."""
+    """Build a Moonshine, from waveforms to text."""
     from transformers import MoonshineConfig, MoonshineForConditionalGeneration
 
     config = MoonshineConfig(
@@ -41,7 +41,7 @@ def moonshine() -> Any:
 
 
 def git() -> Any:
-    """A GIT, from an image to its caption."""
+    """Build a GIT, from an image to its caption."""
     from transformers import GitConfig, GitForCausalLM
 
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -55,7 +55,7 @@ def git() -> Any:
 
 
 def aligned(model: Any, inputs: Any) -> Tensor:
-    """The mean loss a label, of a decoder that is given the labels moved by one place."""
+    """Compute the mean loss a label, of a decoder that is given the labels moved by one place."""
     given = {key: value for key, value in inputs.items() if key != "labels"}
     moved = model.prepare_decoder_input_ids_from_labels if hasattr(model, "_shift_right") else shifted
     logits = model(**given, decoder_input_ids=moved(labels=inputs["labels"])).logits
@@ -63,12 +63,12 @@ def aligned(model: Any, inputs: Any) -> Tensor:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """The labels, one place later, after the token that starts a decoder."""
+    """Return the labels, one place later, after the token that starts a decoder."""
     return torch.cat([torch.ones_like(labels[:, :1]), labels[:, :-1]], 1)
 
 
 def caption(model: Any, inputs: Any) -> Tensor:
-    """The mean loss a token that follows, over the text after the image."""
+    """Compute the mean loss a token that follows, over the text after the image."""
     logits = model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
     return small.next_token_loss(logits[:, -inputs["input_ids"].shape[1] :], inputs["labels"])
 

@@ -16,7 +16,7 @@ out = torch.randn(TOKENS, WIDTH, generator=generator).bfloat16()
 
 
 def gradient(dtype: torch.dtype) -> torch.Tensor:
-    """The table's gradient, computed in this dtype."""
+    """Compute the table's gradient in this dtype."""
     own = table.to(dtype, copy=True).requires_grad_()
     return torch.autograd.grad(F.embedding(ids, own), own, out.to(dtype))[0].double()
 
