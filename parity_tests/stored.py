@@ -10,11 +10,11 @@ from lockstep.scripts.commands.convert import read_orbax
 
 
 def stored(folder: Path) -> State:
-    """The state in a checkpoint."""
+    """Read the state in a checkpoint."""
     return load_checkpoint(folder, read_orbax)[0]
 
 
 def weights_of(folder: Path) -> bytes:
-    """The bytes of its weights, by name."""
+    """Return the bytes of its weights, by name."""
     params = stored(folder).params
     return b"".join(name.encode() + params[name].tobytes() for name in sorted(params))

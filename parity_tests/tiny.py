@@ -27,9 +27,9 @@ TRAIN = {"steps": 12, "batch_size": 4, "micro_batch_size": 2, "sequence_length":
 def tiny_config(
     policy: str = "bf16", compiled: bool = False, train: dict[str, Any] | None = None, **model: Any
 ) -> RunConfig:
-    """A two-block Llama over bytes; clips at a norm that is always exceeded, so that clipping is always checked.
+    """Build a two-block Llama over bytes; it clips at a norm that is always exceeded, so that clipping is checked.
 
-    The run file of cli/workspace.py asks for the same computation: tests of both share the reference's sessions.
+    The run file of cli/workspace.py has the same settings: tests of both share the reference's sessions.
     """
     return RunConfig(
         model=ModelConfig(**(MODEL | model)),

@@ -23,7 +23,7 @@ def other_weights(race: Race, turn: Turn) -> None:
 
 
 def other_rate(race: Race, turn: Turn) -> None:
-    """Steps a tenth farther."""
+    """Step a tenth farther."""
     optim = race.config.optim.model_copy(update={"peak_lr": 1.1 * race.config.optim.peak_lr})
     nanogpt.run(replace(race, config=race.config.model_copy(update={"optim": optim})), turn)
 
@@ -40,7 +40,7 @@ def half_the_loss(race: Race, turn: Turn) -> None:
 
 
 def torchtitan_with_other_pairs(race: Race, turn: Turn) -> None:
-    """Loads queries and keys in Lockstep's order, of which torchtitan's RoPE turns other pairs."""
+    """Load queries and keys in Lockstep's order, of which torchtitan's RoPE turns other pairs."""
     torchtitan.in_pairs = lambda rows, heads: rows
     torchtitan.run(race, turn)
 
@@ -59,7 +59,7 @@ def refuses(race: Race, turn: Turn) -> None:
 
 
 def dies(race: Race, turn: Turn) -> None:
-    """Ends without a word."""
+    """End without a word."""
     import os
 
     turn(None)

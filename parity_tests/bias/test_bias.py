@@ -80,7 +80,7 @@ def truncated(x):
 
 
 def product(rng, weight):
-    """A matmul of positive numbers, as attention's weights are, its twin rounded to bf16."""
+    """Return a matmul of positive numbers, as attention's weights are, its twin rounded to bf16."""
     t = np.abs(rng.standard_normal((32, 64))) @ weight
     return nearest(t), t
 

@@ -52,7 +52,7 @@ def line(row: Row) -> str:
 
 
 def ordinal(rank: int | None) -> str:
-    """`number 2 of those named`."""
+    """Return `number 2 of those named`."""
     return "not among those named" if rank is None else f"number {rank}"
 
 

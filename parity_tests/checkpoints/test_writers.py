@@ -149,7 +149,7 @@ def test_orbax_is_not_read_without_its_session(tmp_path: Path) -> None:
 
 
 def shard(folder: Path, number: int, name: str, part: np.ndarray, offsets: list[int]) -> None:
-    """A file as torch.distributed.checkpoint writes one, with a part of a tensor."""
+    """Write a file as torch.distributed.checkpoint does, with a part of a tensor."""
     says = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": offsets}})}
     save_file({name: part}, folder / f"shard-{number:05d}-model-00001-of-00001.safetensors", metadata=says)
 

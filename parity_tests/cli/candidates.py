@@ -15,7 +15,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def backend(session: type[TorchSession]) -> type[TorchBackend]:
-    """A backend that opens `session`."""
+    """Build a backend that opens `session`."""
     return type(session.__name__, (TorchBackend,), {"session_class": session})
 
 

@@ -17,7 +17,7 @@ Lockstep = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose data is prepared; tests that change the data work on a copy."""
+    """Write a run file and prepare its data; tests that change the data work on a copy."""
     file = write_workspace(tmp_path_factory.mktemp("workspace"))
     assert run(["data", "prepare", str(file), "--workers", "1"]) == 0
     return file
@@ -25,7 +25,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which commands run; what they put aside, tracebacks above all, goes into another one."""
+    """Change to the folder in which commands run; their temporary files, tracebacks above all, go into another one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("aside")))
     # Tables and messages are not cut at the width of whoever runs the tests.

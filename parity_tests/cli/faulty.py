@@ -16,7 +16,7 @@ VARIABLE = "LOCKSTEP_FAULT"
 
 
 def in_place() -> None:
-    """A checkpoint is written in its place instead of aside."""
+    """Write checkpoints in their final place instead of aside."""
     begin = Pending.begin
 
     def begin_in_place(self: Any, write: Any) -> None:
@@ -32,7 +32,7 @@ def in_place() -> None:
 
 
 def moments_lost() -> None:
-    """A resume begins with moments of zero."""
+    """Resume with moments of zero."""
     load = TorchSession.load
 
     def without(self: TorchSession, state: State) -> None:

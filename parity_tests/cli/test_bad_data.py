@@ -13,7 +13,7 @@ from lockstep.parity_tests.cli.conftest import Lockstep
 
 @pytest.fixture
 def data(run_file: Path, here: Path) -> Path:
-    """A copy of the prepared data, to be damaged."""
+    """Copy the prepared data, to be damaged."""
     return Path(shutil.copytree(load_config(run_file).data.path, here / "data"))
 
 

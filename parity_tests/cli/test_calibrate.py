@@ -18,7 +18,7 @@ from lockstep.parity_tests.tiny import tiny_config
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of its own for calibrations."""
+    """Set a folder of its own for calibrations."""
     monkeypatch.setenv(of_this_machine.FOLDER, str(tmp_path / "kept"))
     calibrated_bounds.table.cache_clear()
     yield tmp_path / "kept"

@@ -16,7 +16,7 @@ FP64 = ("--precision.policy", "fp64", "--steps", "1")
 
 
 def verdict(file: Path) -> dict[str, Any]:
-    """The verdict, in JSON that has no NaN or Infinity."""
+    """Read the verdict, in JSON that has no NaN or Infinity."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")

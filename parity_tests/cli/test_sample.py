@@ -21,7 +21,7 @@ RUNS: dict[str, list[str]] = {
 
 @pytest.fixture(scope="session")
 def runs(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of four steps, with checkpoints of the second and the fourth.
+    """Make runs of four steps, with checkpoints of the second and the fourth.
 
     In FP64: the cache's roundings move no draw.
     """

@@ -76,12 +76,12 @@ def write_workspace(folder: Path) -> Path:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """The lines of records.jsonl."""
+    """Read the lines of records.jsonl."""
     return read_lines(run / "records.jsonl")
 
 
 def checks(run: Path) -> list[dict[str, Any]]:
-    """The lines of parity.jsonl."""
+    """Read the lines of parity.jsonl."""
     return read_lines(run / "parity.jsonl")
 
 
@@ -91,7 +91,7 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
 
 
 def last_weights(run: Path) -> bytes:
-    """The bytes of the last checkpoint's parameters."""
+    """Return the bytes of the last checkpoint's parameters."""
     return weights_of(max((run / "checkpoints").iterdir()))
 
 

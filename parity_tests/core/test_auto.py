@@ -22,7 +22,7 @@ CPU = gpu_named("cpu")
 
 
 def run(**settings) -> RunConfig:
-    """A run on the CPU whose heads are so wide that memory is no matter; keys with `__` for dots."""
+    """Build a run on the CPU with heads so wide that memory does not matter; keys with `__` for dots."""
     wide = {"device": "cpu", "model.hidden": "512", "model.heads": "4", "model.kv_heads": "4"}
     told = {key.replace("__", "."): str(value) for key, value in settings.items()}
     return load_config(None, wide | {"train.sequence_length": str(SHORT - 1)} | told)

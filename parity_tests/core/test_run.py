@@ -218,7 +218,7 @@ CHECKED = CONFIG.model_copy(update={"parity": ParityConfig(every=3)})
 
 
 def checked_run(path: Path, steps: int = 7) -> RunDir:
-    """A run with records of steps 1 to 7, checks of 1, 3 and 6, and a checkpoint of step 5."""
+    """Make a run with records of steps 1 to 7, checks of 1, 3 and 6, and a checkpoint of step 5."""
     run = RunDir.create(path, CHECKED, {})
     for step in range(1, steps + 1):
         run.append_record(record(step))

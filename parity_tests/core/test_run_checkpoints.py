@@ -80,7 +80,7 @@ def test_a_save_that_fails_keeps_the_old_one_and_leaves_nothing(run, monkeypatch
 
 
 def refuse_to_rename_to(target: Path, monkeypatch) -> None:
-    """The second rename of a replacement fails: the old one is aside already, the new one not yet in its place."""
+    """Make the second rename of a replacement fail: the old one is aside already, the new one not yet in its place."""
     rename = os.rename
     refused: list[Path] = []
 
@@ -129,7 +129,7 @@ FILES = ("params.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
-    """A run with two checkpoints, for tests that damage a copy of it."""
+    """Make a run with two checkpoints, for tests that damage a copy of it."""
     path = tmp_path_factory.mktemp("intact") / "r"
     with RunDir.create(path, CONFIG, {}) as run:
         run.save_checkpoint(state(1), {"n": 1})

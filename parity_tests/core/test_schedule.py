@@ -81,7 +81,7 @@ def test_a_decay_is_one_step_at_least():
 
 @st.composite
 def runs(draw):
-    """A schedule and a number of steps that go together."""
+    """Draw a schedule and a number of steps that go together."""
     steps = draw(st.integers(1, 3000))
     optim = {
         "schedule": draw(st.sampled_from(["cosine", "wsd", "linear"])),

@@ -321,7 +321,7 @@ OFFLINE = RunConfig(name="r", log=LogConfig(wandb="offline"))
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """A run that logs offline, away from the settings of whoever runs the tests."""
+    """Make a run that logs offline, away from the settings of the user who runs the tests."""
     for name in ("WANDB_DIR", "WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SILENT"):
         monkeypatch.delenv(name, raising=False)
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):

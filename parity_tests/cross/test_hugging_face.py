@@ -78,7 +78,7 @@ def opinions(config, state, batch, backends=tuple(BACKENDS)):
 
 
 def apart(one, other):
-    """The relative distance of each."""
+    """Return the relative distance of each."""
     assert one.keys() == other.keys() and len(one) >= 20
     return {name: relative(one[name], other[name]) for name in one}
 
@@ -89,7 +89,7 @@ def too_far(distances, limit):
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def ours(request):
-    """Configuration, weights, batch, and what our two models say in FP64."""
+    """Return configuration, weights, batch, and the results of our two models in FP64."""
     config = config_of(**VARIANTS[request.param])
     batch, state = uneven_weights(text_batch(config), 0), shaken_state(config.model)
     return config, state, batch, opinions(config, state, batch, ("torch", "jax"))
@@ -205,7 +205,7 @@ def epsilon_outside_the_root(patch):
 
 
 def tanh_for_the_logistic(patch):
-    """The gate is x · σ(x) in its form by tanh, with a constant that is not exact: as GELU's tanh stands for erf."""
+    """Compute the gate x · σ(x) by tanh with an inexact constant, as GELU's tanh replaces erf."""
     patch.setattr(
         torch_model.SwiGLU, "activate", lambda self, gate, up: gate * 0.5 * (1 + torch.tanh(0.4999 * gate)) * up
     )

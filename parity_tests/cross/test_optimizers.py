@@ -42,7 +42,7 @@ MATRIX = "blocks.0.attn.q_proj.weight"
 
 
 def run_of(name: str, policy: str = "fp32", **optim) -> RunConfig:
-    """A run of an optimizer with another rate and decay for every group."""
+    """Build a run of an optimizer with another rate and decay for every group."""
     config = tiny_config(policy, layers=1, train={"sequence_length": 32}, tied=False, **ALL_BIASES)
     decays = {"embedding_weight_decay": 0.2, "head_weight_decay": 0.3, "gains_weight_decay": 0.4}
     changed = {**config.optim.model_dump(), "name": name, **GROUPED, **decays, **optim}
@@ -81,7 +81,7 @@ def test_backends_agree_in_fp64(name, optim):
 
 
 def update_inputs(config: RunConfig, steps_done: int = 2) -> dict[str, np.ndarray]:
-    """Inputs of the stage `update`: gradients at random, and the trainer's own state after some steps."""
+    """Draw inputs of the stage `update`: gradients at random, and the trainer's own state after some steps."""
     session = TorchBackend().open(config)
     steps(session, range(steps_done))
     state, rng = session.state(), np.random.default_rng(0)
@@ -387,7 +387,7 @@ def test_a_length_of_muon_s_update_is_named_by_muon_s_own_numbers(rule, paramete
 
 
 def updated(fused: bool, before: State, grads: dict[str, np.ndarray], config: RunConfig, lr: float) -> State:
-    """The state that one update of torch's AdamW makes."""
+    """Return the state after one update of torch's AdamW."""
     session = TorchSession(config.model_copy(update={"optim": config.optim.model_copy(update={"fused": fused})}))
     assert {group["fused"] for group in session.optimizer.param_groups} == {fused}
     session.load(before)

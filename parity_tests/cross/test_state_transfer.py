@@ -17,7 +17,7 @@ BACKENDS = [TorchBackend(), JaxBackend()]
 
 @pytest.fixture(scope="module")
 def stepped():
-    """A state of torch after two steps: moments are not zero."""
+    """Return a state of torch after two steps: moments are not zero."""
     session = TorchBackend().open(CONFIG)
     for seed in range(2):
         session.step(text_batch(CONFIG, seed))
@@ -25,7 +25,7 @@ def stepped():
 
 
 def copied(state: State) -> State:
-    """The same bits in other memory."""
+    """Copy the same bits to other memory."""
     moments = {kind: {n: m.copy() for n, m in by_name.items()} for kind, by_name in state.optimizer.items()}
     return State(state.step, {n: p.copy() for n, p in state.params.items()}, moments)
 

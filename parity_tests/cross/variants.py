@@ -26,7 +26,7 @@ def fresh_state(params: dict[str, np.ndarray]) -> State:
 
 
 def shaken_state(model: ModelConfig, seed: int = 0) -> State:
-    """Initial weights, gains and biases all moved at random, in FP64 (not representable in FP32)."""
+    """Return initial weights, gains and biases all moved at random, in FP64 (not representable in FP32)."""
     random = np.random.default_rng(seed)
     return fresh_state(
         {
@@ -37,7 +37,7 @@ def shaken_state(model: ModelConfig, seed: int = 0) -> State:
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """‖a − b‖ / ‖b‖ in FP64; a b of zeros has no relative distance and is refused."""
+    """Compute ‖a − b‖ / ‖b‖ in FP64; a b of zeros has no relative distance and is refused."""
     size = float(np.linalg.norm(b.astype(np.float64)))
     assert size > 0 and a.shape == b.shape
     return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64))) / size

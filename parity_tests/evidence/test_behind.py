@@ -37,7 +37,7 @@ def threads() -> int:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Writing takes 50 ms a tensor; the names of what is written, in their order."""
+    """Slow writing down to 50 ms a tensor; return the names of the tensors written, in their order."""
     put, written = FolderStore.put, list[str]()
 
     def after_a_while(self: FolderStore, kind: str, name: str, array: np.ndarray) -> None:

@@ -74,7 +74,7 @@ class Fault:
         return getattr(self.make, "loader", None)
 
     def configured(self, config: RunConfig) -> RunConfig:
-        """The run with this fault's settings."""
+        """Return the run with this fault's settings."""
         tree = config.model_dump()
         for key, text in self.settings.items():
             section, _, name = key.rpartition(".")

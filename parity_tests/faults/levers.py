@@ -34,7 +34,7 @@ class _WrongChunks(torch.autograd.Function):
 
 
 def _chunked(change: Any) -> type[TorchSession]:
-    """A session whose chunked head adds to the gradients of its inputs what `change` makes of them."""
+    """Build a session whose chunked head adds `change` of its inputs' gradients to them."""
 
     def plant(model: Transformer) -> None:
         right = model.fused_loss
@@ -52,7 +52,7 @@ def _chunked(change: Any) -> type[TorchSession]:
 
 
 def _of_logits(x: Tensor, weight: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's operands (N, D), and the rounded gradient of its logits (N, V) under these shares of the loss."""
+    """Return the head's operands (N, D), and the rounded gradient of its logits (N, V) under these loss shares."""
     flat, narrow = x.flatten(0, 1).bfloat16(), weight.bfloat16()
     logits = wide_product(flat, narrow.T, torch.float32).double()
     grad = (logits.softmax(-1) - torch.nn.functional.one_hot(targets.flatten(), len(weight))) * shares[:, None]

@@ -16,7 +16,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def swap(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> Transformer:
-    """The model with every module of class `right` whose name matches `where` turned into `wrong`, weights kept."""
+    """Turn every module of class `right` whose name matches `where` into `wrong`, weights kept; return the model."""
     found = [m for name, m in model.named_modules() if type(m) is right and fnmatchcase(name, where)]
     if not found:
         raise ValueError(f"no {right.__name__} is called {where}")
@@ -26,7 +26,7 @@ def swap(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], whe
 
 
 def in_model(plant: Callable[[Transformer], object]) -> type[TorchSession]:
-    """A session whose model `plant` has changed."""
+    """Build a session whose model `plant` has changed."""
 
     class Session(TorchSession):
         def build_model(self) -> Transformer:
@@ -38,7 +38,7 @@ def in_model(plant: Callable[[Transformer], object]) -> type[TorchSession]:
 
 
 def swapped(right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> type[TorchSession]:
-    """A session whose model has `wrong` modules in place of `right` ones."""
+    """Build a session whose model has `wrong` modules in place of `right` ones."""
     return in_model(lambda model: swap(model, right, wrong, where))
 
 
@@ -60,7 +60,7 @@ def backward(x: Tensor, change: Change) -> Tensor:
 
 
 def bf16(x: Tensor) -> Tensor:
-    """Rounded to bf16 and kept in its own dtype."""
+    """Round to bf16 and keep the dtype."""
     return x.bfloat16().to(x.dtype)
 
 
@@ -78,6 +78,6 @@ class _RoundedDown(torch.autograd.Function):
 
 
 def rounded_down(x: Tensor, dropped: int) -> Tensor:
-    """The next FP32 number that is not above x and whose last `dropped` bits are zero; 16 of them make it bf16."""
+    """Return the next FP32 number not above x with its last `dropped` bits zero; 16 of them make it bf16."""
     rounded: Tensor = _RoundedDown.apply(x, dropped)
     return rounded

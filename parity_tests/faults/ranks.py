@@ -15,7 +15,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def shared_by(ranks: type[Ranks]) -> type[TorchSession]:
-    """A session that shares its batches as `ranks` does."""
+    """Build a session that shares its batches as `ranks` does."""
 
     class Session(TorchSession):
         def build_ranks(self) -> Ranks:

@@ -45,7 +45,7 @@ STEPS = 3
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
-    """The tiny model on CUDA, deterministic, with these settings."""
+    """Build the tiny model on CUDA, deterministic, with these settings."""
     changes = dict(changes)
     config = tiny_config(changes.pop("policy", "bf16"), hidden=256, train=changes.pop("train", None))
     classes = {"attention": AttentionConfig, "loss": LossConfig, "compile": CompileConfig}
@@ -70,7 +70,7 @@ def left_out(config: RunConfig) -> str | None:
 
 
 def trained(config: RunConfig) -> tuple[list[Any], State]:
-    """Records and state after some steps, from the initial weights; the first step is proven before."""
+    """Return records and state after some steps, from the initial weights; the first step is proven before."""
     session = TorchBackend().open(config)
     prove(config, session, text_batch(config, 0), 1)
     return [session.step(text_batch(config, step)) for step in range(STEPS)], session.state()

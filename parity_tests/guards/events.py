@@ -61,7 +61,7 @@ def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def path_of(descriptor: int) -> str:
-    """The path that a descriptor was opened by, as Linux knows it."""
+    """Return the path that a descriptor was opened by, as Linux reports it."""
     return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
@@ -112,7 +112,7 @@ class Refusing:
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
-    """A file that takes the room of a small disk but for `leave` bytes."""
+    """Write a file that fills a small disk but for `leave` bytes."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         try:

@@ -42,7 +42,7 @@ class Runs:
 
 
 def plant(folder: Path, name: str = "mine.py") -> str:
-    """A program in `folder`; returns what names it as a backend."""
+    """Write a program into `folder`; return the text that names it as a backend."""
     (folder / name).write_text(PROGRAM)
     return f"{folder / name}:Mine"
 
@@ -56,14 +56,14 @@ def ran(folder: Path) -> bool:
 
 
 def planted_run(made: Path, path: Path, **info: Any) -> Path:
-    """A copy of a run, with a program in it that its run.json names as its backend."""
+    """Copy a run and add a program that its run.json names as its backend."""
     shutil.copytree(made, path)
     write_info(path / "run.json", {**read_info(path / "run.json"), "backend": plant(path), **info})
     return path
 
 
 def planted_spike(run: Path, step: int) -> Path:
-    """A loss spike of a run, as core/spikes.py writes one."""
+    """Write a loss spike of a run, as core/spikes.py writes one."""
     made = RunDir.open(run)
     batch = text_batch(made.config, step)
     folder = run / "spikes" / checkpoint.folder_name(step)
@@ -75,7 +75,7 @@ def planted_spike(run: Path, step: int) -> Path:
 
 
 def planted_capsule(path: Path, config: RunConfig = CONFIG, candidate: Any = None, **files: bytes) -> Path:
-    """A capsule with a program in it that its about.json names as candidate. files: in place of its own, by stem."""
+    """Write a capsule with a program that its about.json names as candidate. files: in place of its own, by stem."""
     state = rerun.initial_state(config)
     batch = text_batch(config)
     record = StepRecord(1, 5.0, 128.0, 1e-3, 1.0, 0.25, batch.digest(), 128)
@@ -123,5 +123,5 @@ def seal_checkpoint(folder: Path, **changes: Any) -> None:
 
 
 def batch_arrays(batch: Batch) -> dict[str, Any]:
-    """The arrays of a capsule's batch.npz."""
+    """Return the arrays of a capsule's batch.npz."""
     return {f"{b}.{key}": array for b in capsule.BATCHES for key, array in batch.arrays.items()}

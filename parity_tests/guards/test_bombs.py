@@ -45,7 +45,7 @@ def little_memory(most: int = 32 * MB) -> Iterator[None]:
 
 
 def packed(size: int) -> bytes:
-    """An npz of one array of `size` bytes, in a thousandth of them."""
+    """Return an npz of one array of `size` bytes, in a thousandth of them."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as file, file.open("x.npy", "w") as member:
         np.lib.format.write_array_header_1_0(member, {"descr": "|u1", "fortran_order": False, "shape": (size,)})

@@ -93,7 +93,7 @@ def test_nor_in_the_batch_of_a_capsule_or_a_spike(tmp_path: Path, pickled: Runs)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint."""
+    """Save a checkpoint."""
     return checkpoint.save_checkpoint(tmp_path / "checkpoints", initial_state(CONFIG), {})
 
 

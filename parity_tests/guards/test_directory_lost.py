@@ -23,7 +23,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def is_lost(folder: Folder, event: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """The run ends at its sixth step, to which the event happened, in one line."""
+    """Check that the run ends at its sixth step, to which the event happened, in one line."""
     with monkeypatch.context() as patch:
         before_steps(patch, {6: in_turn(lambda: written(folder.path / "run", 4), lambda: event(folder.path / "run"))})
         assert folder.train("run", EVERY_TWO) == 2

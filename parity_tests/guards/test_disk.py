@@ -151,7 +151,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
+    """Mount a file system of 8 MB."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(

@@ -20,7 +20,7 @@ MAPPED = {"data.memory_limit_gib": 1e-9, "data.prefetch": 1}
 
 
 def goes_on(folder: Folder, straight: Straight, step: int) -> None:
-    """A checkpoint of the last step that was made is there, and the run ends as one that was never stopped."""
+    """Check that the last step's checkpoint is there, and the run ends as one that was never stopped."""
     last = folder.run("run").latest_checkpoint()
     assert last is not None and last.name == f"step_{step - 1:06d}"
     assert folder.resume("run") == 0

@@ -39,7 +39,7 @@ def steps_until(session: Session) -> None:
 
 
 def left_out(session: Session, norms: bool = False) -> NotFinite:
-    """The step that raises, after it was seen to change nothing."""
+    """Return the error of the step that raises, after checking that it changed nothing."""
     steps_until(session)
     before = flat(session.state())
     with pytest.raises(NotFinite) as caught:

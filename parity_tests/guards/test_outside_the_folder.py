@@ -31,7 +31,7 @@ SECRET = "[registry]\ntoken = 'very secret'\n"
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A file of the user's, which nothing may touch."""
+    """Write a file of the user's, which nothing may touch."""
     path = tmp_path / "home" / "mine.toml"
     path.parent.mkdir()
     path.write_text(SECRET)

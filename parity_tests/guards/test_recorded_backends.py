@@ -21,7 +21,7 @@ SAID = "whose code runs only where the command line names it: lockstep "
 
 @pytest.fixture(scope="module")
 def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """An honest run of three steps."""
+    """Make an honest run of three steps."""
     folder = Folder(tmp_path_factory.mktemp("made"), tokens)
     assert folder.train("run", SETTINGS) == 0
     return folder
@@ -29,7 +29,7 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture
 def sent(made: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what a stranger sends: a run, a capsule and a spike, whose seals are right."""
+    """Make a folder as a stranger may send it: a run, a capsule and a spike, whose seals are right."""
     monkeypatch.chdir(tmp_path)
     # A quote in its name: the line to type must be quoted for a shell.
     run = planted_run(made.path / "run", tmp_path / "it's a run")
@@ -176,7 +176,7 @@ def forget(run: Path, step: int) -> None:
 
 @pytest.fixture
 def own(made: Folder, tmp_path: Path) -> Callable[[str], Path]:
-    """A run of a backend of the user's own, by its name, to go on with after step 2."""
+    """Return a function that makes a run of the user's own backend, by name, to go on with after step 2."""
 
     def make(name: str) -> Path:
         run = planted_run(made.path / "run", tmp_path / "own")

@@ -35,7 +35,7 @@ class Kind:
 
 
 def normal(*shapes: tuple[int, ...], spread: float = 0.0) -> Inputs:
-    """Normal numbers; with a spread, each row of the last axis has a scale of its own, log-normal."""
+    """Draw normal numbers; with a spread, each row of the last axis has a scale of its own, log-normal."""
 
     def draw(generator: torch.Generator) -> list[Tensor]:
         found = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -144,7 +144,7 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def split_k(a: Tensor, b: Tensor) -> Tensor:
-    """A product whose inner axis is cut into pieces that are summed in FP32 in another order."""
+    """Compute a product whose inner axis is cut into pieces that are summed in FP32 in another order."""
     pieces = [wide(x) @ wide(y) for x, y in zip(a.split(24, -1), b.split(24, -2), strict=True)]
     return sum(reversed(pieces), torch.zeros_like(pieces[0])).to(a.dtype)
 

@@ -36,7 +36,7 @@ SEEDS = 5
 
 
 def report_of(kind: Kind, dtype: str, seed: int) -> Report:
-    """The report, whatever it came to."""
+    """Return the report, honest or not."""
     try:
         return assert_honest(kind.mine, kind.plain, inputs_of(kind, seed), dtype, seed=seed, **kind.options)
     except NotHonest as found:
@@ -82,7 +82,7 @@ def close() -> None:
 
 
 def effects() -> None:
-    """The smallest of some faults of the first gradient that is found on every one of SEEDS seeds."""
+    """Print each fault's smallest effect on the first gradient that is found on every one of SEEDS seeds."""
     pairs: dict[str, tuple[Callable[..., Tensor], Inputs]] = {
         "RMS norm": (rms_norm, normal((5, 33, 64), (64,))),
         "RMS norm, one rounding": (rms_norm_wide, normal((5, 33, 64), (64,))),

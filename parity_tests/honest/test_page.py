@@ -18,7 +18,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```.*?```\n(.*?)```", PAGE, re.S)
 
 
 def run(code: str) -> dict[str, Any]:
-    """The names that an example defines."""
+    """Run an example and return the names that it defines."""
     module = ModuleType("example")
     exec(compile(code, "example", "exec"), vars(module))
     return vars(module)

@@ -11,15 +11,15 @@ OWN = "lockstep"
 
 
 def file_of(root: Path, module: str) -> Path | None:
-    """The file of one of the repository's modules."""
+    """Return the file of one of the repository's modules."""
     path = root.joinpath(*module.split("."))
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether it is imported inside a function) of every import but those that only a type checker sees.
+    """Yield (module, whether it is imported inside a function) of every import that runs.
 
-    `from a import b` gives both a and a.b: b may be a module.
+    Imports that only a type checker sees are left out. `from a import b` gives both a and a.b: b may be a module.
     """
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:

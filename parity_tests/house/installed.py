@@ -230,7 +230,7 @@ every = 0
 
 
 def write_project(folder: Path) -> Path:
-    """A project with `core`, `scripts`, `parity_tests` and `torch_backend` of its own, under git."""
+    """Write a project with `core`, `scripts`, `parity_tests` and `torch_backend` of its own, under git."""
     for name, text in PROJECT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.lstrip())

@@ -44,7 +44,7 @@ HOMES = (
 
 
 def texts(node: ast.AST) -> set[str]:
-    """The texts that stand in an expression."""
+    """Return the texts that stand in an expression."""
     return {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
 

@@ -23,7 +23,7 @@ FORBIDDEN = {
 
 
 def copy_packages(to: Path) -> Path:
-    """The source tree without data, runs and caches, for planting offences in."""
+    """Copy the source tree without data, runs and caches, for planting offences in."""
     for package in (*PACKAGES, "lockstep"):
         shutil.copytree(REPO / package, to / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "pyproject.toml", to)

@@ -46,7 +46,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, project: Path) -> Environment:
-    """The wheel installed into the project's own environment, which git does not track."""
+    """Install the wheel into the project's own environment, which git does not track."""
     made = Environment.make(project / ".venv")
     made.install(wheel)
     return made
@@ -54,7 +54,7 @@ def environment(wheel: Path, project: Path) -> Environment:
 
 @pytest.fixture(scope="module")
 def data(environment: Environment, project: Path) -> Path:
-    """The project's run file, its data prepared by `python -m lockstep`."""
+    """Prepare the data of the project's run file by `python -m lockstep`; return the file."""
     run(environment.python, "-m", "lockstep", "data", "prepare", "mine.toml", "--workers", "1", cwd=project)
     return project / "mine.toml"
 

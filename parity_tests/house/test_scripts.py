@@ -14,7 +14,7 @@ TOOLS = ("bash", "uname", "df", "awk", "dirname", "git", "cat", "mkdir", "tail",
 
 @pytest.fixture
 def bare(tmp_path):
-    """A checkout without .venv, and a PATH with only what every system has."""
+    """Make a checkout without .venv, and a PATH with only what every system has."""
     checkout, tools = tmp_path / "checkout", tmp_path / "bin"
     (checkout / "scripts/setup").mkdir(parents=True)
     tools.mkdir()
@@ -30,7 +30,7 @@ def put(folder: Path, name: str, script: str) -> None:
 
 
 def real_python() -> Path:
-    """The interpreter under the virtual environment: the scripts meet a machine without one."""
+    """Return the interpreter under the virtual environment: the scripts meet a machine without one."""
     import sys
 
     return Path(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
@@ -130,7 +130,7 @@ def test_a_failed_installation_leaves_no_stamp_and_says_where_its_log_is(bare):
 
 @pytest.fixture
 def quickstart(tmp_path):
-    """A function that runs quickstart.sh in a checkout whose `lockstep train` ends with a given code."""
+    """Return a function that runs quickstart.sh in a checkout whose `lockstep train` ends with a given code."""
     (tmp_path / "scripts/setup").mkdir(parents=True)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("quickstart.sh", "setup/environment.sh"):

@@ -19,7 +19,7 @@ ROWS = table()
 
 @cache
 def functions(file: str) -> frozenset[str]:
-    """The test functions that a file under parity_tests/ defines."""
+    """Return the test functions that a file under parity_tests/ defines."""
     path = REPO / FOLDER / file
     body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
     return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))

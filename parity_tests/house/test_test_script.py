@@ -22,7 +22,7 @@ PARTS = [part for parts in TOOLS.values() for part in parts]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in which every tool only notes its arguments and ends with what `<tool>.code` holds."""
+    """Make a checkout in which every tool only notes its arguments and ends with the code in `<tool>.code`."""
     (tmp_path / "scripts/setup").mkdir(parents=True)
     shutil.copy(REPO / "scripts/test.sh", tmp_path / "scripts")
     (tmp_path / "scripts/setup/setup_env.sh").write_text("exit 0\n")

@@ -18,7 +18,7 @@ SHORT = {"train.steps": 2, "optim.warmup_steps": 1, "precision.policy": "fp32"}
 
 @pytest.fixture(scope="session")
 def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """The export `out` of a run `one` of two steps, in FP32, which lie in one folder."""
+    """Export a run `one` of two steps, in FP32, to `out` in the same folder."""
     folder = Folder(tmp_path_factory.mktemp("exported"), tokens)
     assert folder.train("one", SHORT) == 0
     assert cli.run(["export", str(folder.path / "one"), str(folder.path / "out")]) == 0
@@ -27,7 +27,7 @@ def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @pytest.fixture
 def copied(exported: Path, tmp_path: Path) -> Path:
-    """A copy of the export, to be damaged, alone in a folder."""
+    """Copy the export, to be damaged, alone in a folder."""
     return Path(shutil.copytree(exported, tmp_path / "given" / "hub"))
 
 

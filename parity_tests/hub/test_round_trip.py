@@ -119,7 +119,7 @@ def test_a_folder_of_transformers_comes_in_and_goes_out_as_it_was(
 
 
 def generated(folder: Path, prompt: str, count: int) -> list[int]:
-    """The tokens that transformers writes after a prompt, always the likeliest."""
+    """Return the tokens that transformers writes after a prompt, always the likeliest."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

@@ -35,14 +35,14 @@ STEPS = 4
 
 
 def config_of(devices: int, policy: str = "fp64", variant: str = "tied", **optim: Any) -> RunConfig:
-    """A tiny run of one block. Its vocabulary is not divided by the devices, its other sizes are."""
+    """Build a tiny run of one block. Its vocabulary is not divided by the devices, its other sizes are."""
     config = tiny_config(policy, train=TRAIN, vocab_size=258, **{**VARIANTS[variant], "layers": 1})
     parity = config.parity.model_copy(update={"reference_devices": devices})
     return config.model_copy(update={"parity": parity, "optim": config.optim.model_copy(update=optim)})
 
 
 def session_of(config: RunConfig) -> JaxSession:
-    """A session in which no gain is 1 and no bias 0."""
+    """Open a session in which no gain is 1 and no bias 0."""
     session = JaxBackend().open(config)
     state = session.state()
     shaken = shaken_state(config.model).params
@@ -51,7 +51,7 @@ def session_of(config: RunConfig) -> JaxSession:
 
 
 def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The largest |difference| of any array, in units of that array's largest number."""
+    """Return the largest |difference| of any array, in units of that array's largest number."""
     assert ours.keys() == theirs.keys()
     return max(float(np.abs(ours[n] - theirs[n]).max() / np.abs(theirs[n]).max()) for n in theirs)
 
@@ -133,7 +133,7 @@ def documents() -> float:
 
 
 def evaluated() -> float:
-    """Validation, and the logits of samples, on four devices from those on one."""
+    """Compare validation, and the logits of samples, on four devices with those on one."""
     ours, theirs = (session_of(config_of(n)) for n in (DEVICES, 1))
     batch, tokens = text_batch(ours.config), np.arange(7, dtype=np.int32)
     nll = np.abs(ours.evaluate(batch)["nll"] - theirs.evaluate(batch)["nll"]).max()
@@ -177,7 +177,7 @@ def not_summed(session: JaxSession) -> Callable[..., Any]:
 
 
 def counted_again(session: JaxSession) -> Callable[..., Any]:
-    """The batch is whole on every device, and yet its gradients are summed over them."""
+    """Sum the gradients over devices although the batch is whole on every device."""
     own = session._micro_gradients
 
     def program(*inputs: Any) -> Any:
@@ -188,7 +188,7 @@ def counted_again(session: JaxSession) -> Callable[..., Any]:
 
 
 def one_twice(session: JaxSession) -> Callable[..., Any]:
-    """The last device has the sequences of the first."""
+    """Give the last device the sequences of the first."""
     own = session._micro_gradients
 
     def program(params: Any, tokens: Any, targets: Any, *more: Any) -> Any:

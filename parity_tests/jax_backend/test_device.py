@@ -27,7 +27,7 @@ def on_gpu(gigabytes: float, **others: object):
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine whose GPUs have so many MiB, by what nvidia-smi says; the words that it was called with are kept."""
+    """Make a machine whose GPUs have so many MiB by nvidia-smi; keep the words that it was called with."""
 
     def says(*sizes: int) -> Path:
         file, words = tmp_path / "nvidia-smi", tmp_path / "words"
@@ -46,7 +46,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """What JAX's settings were changed to, in the place of the change."""
+    """Record changes of JAX's settings instead of making them."""
     found: dict[str, object] = {}
     monkeypatch.setattr(jax.config, "update", found.__setitem__)
     monkeypatch.setattr(jax, "devices", lambda kind: found.setdefault("asked", kind))

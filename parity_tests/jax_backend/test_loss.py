@@ -17,7 +17,7 @@ VOCAB = 250
 
 @pytest.fixture(scope="module")
 def blind():
-    """A session whose head is zero, a batch, and its gradients."""
+    """Return a session whose head is zero, a batch, and its gradients."""
     config = tiny_config(
         "fp64", train={"sequence_length": 16, "micro_batch_size": 4}, tied=False, vocab_size=VOCAB, layers=1
     )

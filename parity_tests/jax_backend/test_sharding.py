@@ -23,7 +23,7 @@ MOVED = 1e3 * EXACT
 
 
 def in_four(*command: str) -> subprocess.CompletedProcess[str]:
-    """A Python module in a process whose CPU is four devices."""
+    """Run a Python module in a process whose CPU is four devices."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(DEVICES), "PYTHONPATH": str(REPO)}
     return subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
 

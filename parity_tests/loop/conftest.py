@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished data set; tests that change it work on a copy."""
+    """Prepare a finished data set; tests that change it work on a copy."""
     data = tmp_path_factory.mktemp("tokens") / "data"
     prepare(text, data)
     return data

@@ -41,12 +41,12 @@ class Ending:
 
 
 def wrong() -> Any:
-    """The reference with another epsilon than the run's in its norms, which closed forms tell."""
+    """Return the reference with another epsilon than the run's in its norms, which closed forms detect."""
     return _with_other_epsilon(lambda config: True)
 
 
 def wrong_of_this_run() -> Any:
-    """The same in models as wide as the tests' runs: what is asked of the reference in a small one, it does right."""
+    """Return one that is wrong only in models as wide as the tests' runs; the small one of the self-check is right."""
     return _with_other_epsilon(lambda config: config.model.hidden == 64)
 
 

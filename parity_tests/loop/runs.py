@@ -55,7 +55,7 @@ class Folder:
         self.file.write_text("")
 
     def arguments(self, name: str, settings: dict[str, Any]) -> list[str]:
-        """The arguments of `lockstep train` for a new run."""
+        """Return the arguments of `lockstep train` for a new run."""
         told = SETTINGS | {"data.path": self.data, "name": name} | settings
         words = ["train", str(self.file), "--out", str(self.path)]
         for key, value in told.items():
@@ -63,7 +63,7 @@ class Folder:
         return words
 
     def train(self, name: str, settings: dict[str, Any] | None = None, *more: str) -> int:
-        """A new run in this process; returns the exit code."""
+        """Train a new run in this process; return the exit code."""
         return cli.run([*self.arguments(name, settings or {}), *more])
 
     def resume(self, name: str, *more: str) -> int:
@@ -71,7 +71,7 @@ class Folder:
         return cli.run(["train", "--resume", str(self.path / name), *more])
 
     def start(self, name: str, settings: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-        """A new run in a process of its own, slow enough to be interrupted where one likes."""
+        """Start a new run in a process of its own, slow enough to be interrupted anywhere."""
         return subprocess.Popen(
             [sys.executable, "-m", "lockstep.parity_tests.loop.slowly", *self.arguments(name, settings or {})],
             cwd=REPO,
@@ -107,7 +107,7 @@ class Folder:
             time.sleep(0.02)
 
     def run(self, name: str) -> RunDir:
-        """The run directory, to read."""
+        """Open the run directory, to read."""
         return RunDir.open(self.path / name)
 
     def records(self, name: str) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ class Folder:
         return [(r["step"], r["loss"]) for r in self.records(name)]
 
     def weights(self, name: str) -> bytes:
-        """The last checkpoint's weights."""
+        """Return the last checkpoint's weights."""
         last = self.run(name).latest_checkpoint()
         assert last is not None
         return weights_of(last)

@@ -26,7 +26,7 @@ LOWER = ("--from-step", str(FROM), "--optim.peak-lr", "1e-4", "--optim.schedule"
 
 @pytest.fixture(scope="module")
 def finished(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A finished run of 12 steps with checkpoints at 4, 8 and 12, to be copied."""
+    """Make a finished run of 12 steps with checkpoints at 4, 8 and 12, to be copied."""
     folder = Folder(tmp_path_factory.mktemp("finished"), tokens)
     assert folder.train("run", EVERY_4) == 0
     return folder
@@ -34,7 +34,7 @@ def finished(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture
 def trained(folder: Folder, finished: Folder) -> Folder:
-    """A copy of the finished run, which the test may go on with."""
+    """Copy the finished run, which the test may go on with."""
     shutil.copytree(finished.path / "run", folder.path / "run")
     return folder
 

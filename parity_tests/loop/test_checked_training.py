@@ -180,7 +180,7 @@ def test_a_recipe_without_bounds_is_refused_before_anything_starts(
 
 
 def worker_of(pid: int) -> int:
-    """The reference's process among the children of `pid`."""
+    """Return the reference's process among the children of `pid`."""
     for child in os.listdir("/proc"):
         if not child.isdigit():
             continue

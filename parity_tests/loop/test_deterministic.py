@@ -124,7 +124,7 @@ def test_stopped_in_the_midst_of_the_warm_up(kind: str, folder: Folder) -> None:
 
 
 def content(folder: Folder) -> tuple[bytes, list[tuple[Any, ...]]]:
-    """The last weights, and of each step what must be the same bits."""
+    """Return the last weights, and of each step the values whose bits must be the same."""
     keys = ("step", "digest", "loss", "lr", "grad_norm", "clip_coefficient", "metrics")
     return folder.weights("run"), [tuple(record[key] for key in keys) for record in folder.records("run")]
 

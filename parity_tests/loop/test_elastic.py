@@ -40,7 +40,7 @@ def _processes() -> Iterator[None]:
 
 
 def three_steps(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
-    """Runs are interrupted after so many steps, and start their ranks themselves instead of by torchrun."""
+    """Interrupt runs after `steps` steps, and let them start their ranks themselves instead of by torchrun."""
 
     @contextmanager
     def interrupts() -> Iterator[After]:

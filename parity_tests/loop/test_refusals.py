@@ -16,7 +16,7 @@ from lockstep.scripts import cli
 
 @pytest.fixture(scope="module")
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A finished run over a data set of its own."""
+    """Make a finished run over a data set of its own."""
     path = tmp_path_factory.mktemp("refusals")
     own = path / "tokens"
     shutil.copytree(tokens, own)
@@ -27,7 +27,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture
 def with_other_data(trained: Folder) -> Iterator[Folder]:
-    """The data set may be replaced: it is put back afterwards."""
+    """Let a test replace the data set: it is put back afterwards."""
     aside = trained.data.with_name("aside")
     shutil.copytree(trained.data, aside)
     yield trained

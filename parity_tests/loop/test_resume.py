@@ -15,7 +15,7 @@ Straight = Callable[[str], Folder]
 
 
 def ends_as(straight: Folder, folder: Folder) -> None:
-    """The run `stopped` has every record once, with the losses of `straight`, and its weights."""
+    """Check that the run `stopped` has every record once, with the losses of `straight`, and its weights."""
     assert folder.losses("stopped") == straight.losses("straight")
     assert [step for step, _ in folder.losses("stopped")] == list(range(1, STEPS + 1))
     assert folder.weights("stopped") == straight.weights("straight")

@@ -49,7 +49,7 @@ def checked(every: int = 1, queue: int = 2) -> RunConfig:
 
 
 def step(shadow: Shadow, session: TorchSession, seed: int) -> StepRecord:
-    """A step whose evidence has been written, and its path sent."""
+    """Make a step whose evidence has been written, and its path sent."""
     record = shadow.step(session, text_batch(session.config, seed), False)
     shadow._writer.submit(int).result()
     return record

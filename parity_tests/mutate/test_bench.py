@@ -110,7 +110,7 @@ Command = Callable[..., int]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """The command on this text. A judge that sees nothing but `seen` rows them all as not found."""
+    """Return the command on this text. A judge that sees nothing but `seen` lists them all as not found."""
     (tmp_path / "run.toml").write_text(RUN)
     monkeypatch.setattr(mutate, "open_data", lambda config, file, given: Text(config))
 

@@ -76,7 +76,7 @@ def test_each_product_has_the_terms_and_the_sums_of_its_format(policy, id, role,
 
 
 def recorded(row: dict[str, Any]) -> tuple[list[Measure], tuple[Measure, ...]]:
-    """The measures of a comparison of an H200's product as they were judged, and with room for its sums."""
+    """Return the measures of a comparison of an H200's product as they were judged, and with room for its sums."""
     config = on_gpu(row["recipe"].partition("/")[0])
     stage = next(one for one in graph_of(config.model).operations if one.id == row["stage"])
     terms = row["terms"]
@@ -97,7 +97,7 @@ def test_checks_on_an_h200_that_were_accused_of_their_sums_agree():
 
 
 def truncated_product(x: np.ndarray, y: np.ndarray, step: int = 16, bits: int = 24) -> np.ndarray:
-    """A product whose sums drop what lies below their last bit, step by step."""
+    """Compute a product whose sums drop the bits below their last one, step by step."""
     total = np.zeros((len(x), len(y)))
     for k in range(0, x.shape[1], step):
         total += x[:, k : k + step] @ y[:, k : k + step].T
@@ -107,7 +107,7 @@ def truncated_product(x: np.ndarray, y: np.ndarray, step: int = 16, bits: int = 
 
 
 def of_products(policy: str, terms: int, wrong: float = 1.0, bits: int = 24):
-    """The verdict on the gradient of a head's weight that a tensor core makes; the same without room for its sums."""
+    """Judge a head weight's gradient made by a tensor core, with and without room for its sums."""
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((96, terms)), rng.standard_normal((64, terms))
     left, right = (narrowed(a.astype(np.float32), policy).astype(float) for a in (x, y))
@@ -156,7 +156,7 @@ def test_the_part_that_all_checks_have_in_common_is_no_bias():
 
 
 def of_head(wrong: float = 1.0, terms: int = 2048) -> Any:
-    """The verdict on a tensor core's logits, which stay in FP32, of a hidden size of `terms`."""
+    """Judge a tensor core's logits, which stay in FP32, of a hidden size of `terms`."""
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((256, terms)), rng.standard_normal((256, terms))
     left, right = (narrowed(a.astype(np.float32), "bf16").astype(float) for a in (x, y))

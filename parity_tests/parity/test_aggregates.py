@@ -76,7 +76,7 @@ def test_a_small_excess_in_every_check_is_found_over_checks(monkeypatch):
 
 
 def begun(monkeypatch, checks: int, shift: float = 0.0) -> OverSteps:
-    """Sums over checks whose excesses are all `shift` off."""
+    """Return sums over checks whose excesses are all `shift` off."""
     row = Extremes(0.1, 0.1, 0.1, 300, over_checks=0.02)
     monkeypatch.setattr(calibrated_bounds, "table", lambda: {"bf16/eager": {"gradients/together": row}})
     sums = OverSteps("bf16/eager")

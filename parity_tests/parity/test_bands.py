@@ -26,7 +26,7 @@ FULL = tiny_config("bf16", tied=False, qkv_bias=True, o_bias=True, mlp_bias=True
 
 
 def of_every_family(recipe):
-    """A run of each family whose stages were measured under a recipe: all under FP32 and bf16. With window and cap."""
+    """Return a run, with window and cap, of each family measured under a recipe: all under FP32 and bf16."""
     more = {"window": 8, "logits_cap": 1.0}
     others = [FULL.model.model_copy(update={"family": name, **more}) for name in FAMILIES]
     models = [FULL.model, *(others if recipe.partition("/")[0] in ("fp32", "bf16") else [])]

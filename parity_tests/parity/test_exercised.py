@@ -35,7 +35,7 @@ class BlindToDocuments(TorchSession):
 
 
 def with_documents_in(rows, batch):
-    """The batch with a second document in these sequences alone."""
+    """Return the batch with a second document in these sequences alone."""
     documents = np.zeros_like(batch.tokens)
     documents[rows, batch.tokens.shape[1] // 2 :] = 1
     return replace(batch, documents=documents)

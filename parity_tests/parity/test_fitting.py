@@ -31,7 +31,7 @@ def config_of(casts: str, **attention: str) -> RunConfig:
 
 
 def explained(backend: TorchBackend, made: RunConfig, declared: RunConfig) -> Check:
-    """The check of a trainer under one configuration that is declared to run under another."""
+    """Check a trainer under one configuration that is declared to run under another."""
     evidence = gather(backend.open(made), declared, text_batch(declared))
     reference = Reference.open(JaxBackend(), declared)
     return with_fitting(judge(evidence, reference), evidence, reference, JaxBackend())

@@ -91,7 +91,7 @@ def test_a_check_says_how_much_it_leaves_to_others() -> None:
 
 @pytest.fixture(scope="module", params=["adamw", "adamw8bit"])
 def judged(request: pytest.FixtureRequest) -> tuple[Evidence, Reference]:
-    """An honest second step, and the reference."""
+    """Return an honest second step, and the reference."""
     config = optimized(request.param)
     session = TorchSession(config)
     session.step(text_batch(config, 1))

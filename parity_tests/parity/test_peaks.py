@@ -31,7 +31,7 @@ ULP = 2.0**-8
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounded to eight bits of mantissa."""
+    """Round to eight bits of mantissa."""
     _, exponent = np.frexp(x)
     return np.ldexp(np.round(np.ldexp(x, 8 - exponent)), exponent - 8)
 
@@ -40,7 +40,7 @@ TWIN = rounded(TRUTH)
 
 
 def with_ties(share: float) -> np.ndarray:
-    """The twin, with a share of its elements rounded to the other side."""
+    """Return the twin, with a share of its elements rounded to the other side."""
     wrong = TWIN.copy()
     at = rng.random(SHAPE) < share
     wrong[at] += np.sign(TRUTH - TWIN)[at] * np.ldexp(1.0, np.frexp(TRUTH)[1] - 8)[at]
@@ -75,7 +75,7 @@ def ties_everywhere(c: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def table(monkeypatch):
-    """A recipe whose clean runs reproduced their twin but for one element in two thousand."""
+    """Set a recipe whose clean runs reproduced their twin but for one element in two thousand."""
     clean = Sharp(0.05, 1.5, 0.2, 0.2, 0.002, 0.0005, 100)
     row = Extremes(0.001, 0.05, 0.005, 100)
     kept = Sharp(4e-4, 7e-4, 3e-4, 3e-4, 1e-5, 0.6, 100)

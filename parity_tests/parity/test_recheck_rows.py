@@ -19,7 +19,7 @@ CONFIG = tiny_config("bf16", train={"batch_size": 10, "micro_batch_size": 5})
 
 
 def planted(change):
-    """The last block's SwiGLU, as `change` makes it of its rows."""
+    """Plant `change` in the rows of the last block's SwiGLU."""
 
     class Wrong(SwiGLU):
         def activate(self, gate, up):

@@ -16,7 +16,7 @@ Sides = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rounded to the 11 bits of FP16's mantissa."""
+    """Round to the 11 bits of FP16's mantissa."""
     _, exponent = np.frexp(x)
     return np.ldexp(np.round(np.ldexp(x, 11 - exponent)), exponent - 11)
 

@@ -38,7 +38,7 @@ def with_schedule(name):
 
 
 def wrongly(**changes):
-    """A candidate whose schedule is not the run's: these settings of `optim` are others."""
+    """Build a candidate whose schedule is not the run's: these settings of `optim` are others."""
 
     class Wrong(TorchSession):
         def step(self, batch, *, norms=False):

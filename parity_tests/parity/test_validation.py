@@ -29,7 +29,7 @@ OF_VALIDATION = {"val/loss", "val/top1", "validation/nll", "validation/top1"}
 
 
 def checked(backend: TorchBackend, config: RunConfig) -> Evidence:
-    """The evidence of a check during training, with two held-out micro-batches."""
+    """Gather the evidence of a check during training, with two held-out micro-batches."""
     batch = text_batch(config)
     held_out = Validation(text_batch(config, 1).micro_batches(config.train.micro_batch_size))
     return gather(backend.open(config), config, batch, probe_of(batch, config), validation=held_out)

@@ -31,7 +31,7 @@ def budgeted(config: RunConfig, **budgets: float) -> RunConfig:
 
 
 def trained(policy: str, **train: Any) -> tuple[TorchSession, RunConfig]:
-    """A session that has moments, and its configuration."""
+    """Return a session that has moments, and its configuration."""
     config = tiny_config(policy, train=train)
     config = config.model_copy(update={"optim": OptimConfig(name=OPTIMIZERS[policy], warmup_steps=3)})
     session = TorchSession(config)

@@ -54,7 +54,7 @@ free 2097152
 
 
 def line(**changes: Any) -> dict[str, Any]:
-    """A line of the study whose step is LOG's."""
+    """Return a line of the study whose step is LOG's."""
     step = read_log(LOG)
     generated = [
         {"name": "triton_red_fused_1", "gb": 3.0, "elements": 4096 * 131072, "passes": 3, "launches": 2},

@@ -35,7 +35,7 @@ def event(
 
 
 def gpu_trace() -> dict[str, Any]:
-    """The trace, with what stands in real ones besides: arrows, names of threads, work of before."""
+    """Build the trace, with the further entries of real ones: arrows, names of threads, earlier work."""
     found = [
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}},
         {"ph": "s", "id": 3, "pid": 1, "tid": 1, "ts": START + 5, "cat": "ac2g", "name": "ac2g"},

@@ -14,7 +14,7 @@ WINDOW = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda w: (min(w)
 
 
 def instants(spans):
-    """Unit cells that the spans cover."""
+    """Return the unit cells that the spans cover."""
     return {t for start, stop in spans for t in range(start, stop)}
 
 

@@ -17,7 +17,7 @@ STEP = ["step", *["micro-batch", "forward", "backward"] * 2, "clip", "clip", "op
 
 
 def named(said):
-    """A way of naming that notes the names, and what is open when it is."""
+    """Return a way of naming that notes the names in `said`."""
 
     @contextmanager
     def mark(name):

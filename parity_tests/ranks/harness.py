@@ -135,7 +135,7 @@ class RankedSession(Shown):
         self._closed = weakref.finalize(self, self.world.dropped.append, self._number)
 
     def close(self) -> None:
-        """The others let theirs go with the next call."""
+        """Close this rank's own session; the other ranks close theirs at the next call."""
         self._closed()
         self.mine.close()
 

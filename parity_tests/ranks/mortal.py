@@ -13,7 +13,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def killed(rank: int, step: int) -> type[TorchSession]:
-    """A session whose rank dies at a step, unless torchrun has started it anew."""
+    """Build a session whose rank dies at a step, unless torchrun has started it anew."""
 
     class Session(TorchSession):
         def total_weight(self, batch: Batch) -> object:  # type: ignore[override]

@@ -32,7 +32,7 @@ def sharded(
     sections: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
-    """A tiny run over ranks; sections: name → what is changed in it."""
+    """Build a tiny run over ranks; sections: name → what is changed in it."""
     config = tiny_config(policy, train=TRAIN | {"ranks": ranks}, **model)
     changed = {"parallel": {"strategy": strategy}, **(sections or {})}
     changed["parallel"] = {"strategy": strategy} | dict(changed["parallel"])
@@ -41,7 +41,7 @@ def sharded(
 
 
 def with_ranks(ranks: type[ShardedRanks]) -> type[TorchSession]:
-    """A session that shares its batches as `ranks` does."""
+    """Build a session that shares its batches as `ranks` does."""
 
     class Session(TorchSession):
         def build_ranks(self) -> Sharing:

@@ -29,7 +29,7 @@ RANKS = 3
 
 
 def put_by_all(folder: Path, patience: float = 5.0) -> list[FolderStore]:
-    """A store each, with this rank's rows of one tensor; rank 0 has another by itself, and rank 2 a third."""
+    """Make a store a rank, with its rows of one tensor; rank 0 has another by itself, and rank 2 a third."""
     first = FolderStore.create(folder, RANKS, patience)
     made = [first, *(FolderStore.join(folder, rank, RANKS) for rank in range(1, RANKS))]
     for rank, one in enumerate(made):

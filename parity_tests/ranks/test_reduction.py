@@ -125,14 +125,14 @@ def test_norms_that_are_nan_on_every_rank_are_the_same() -> None:
 
 
 def tapped(*differing: str) -> RankReport:
-    """A rank whose digests differ from rank 0's at these names."""
+    """Return the report of a rank whose digests differ from rank 0's at these names."""
     names = [*tap_names(MODEL), *edge_names(MODEL), *parameter_shapes(MODEL)]
     every = {prefix + name: "same" for name in names for prefix in ("", GRADIENT)}
     return replace(SAME, taps=every | dict.fromkeys(differing, "other"))
 
 
 def after(first: str, *, forward: bool) -> list[str]:
-    """What a difference at `first` reaches: all taps after it, or all gradients of what is before it."""
+    """Return the names that a difference at `first` reaches: all taps after it, or all gradients before it."""
     taps = list(tap_names(MODEL))
     at = taps.index(first)
     return taps[at:] if forward else [GRADIENT + name for name in taps[:at]]

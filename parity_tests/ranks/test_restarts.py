@@ -71,7 +71,7 @@ def undisturbed(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run by this process."""
+    """Make the same run in this process."""
     folder = tmp_path_factory.mktemp("alone")
     assert cli.run(["train", str(run_file), *SETTINGS, "--out", str(folder / "runs")]) == 0
     return folder / "runs/tiny"

@@ -52,7 +52,7 @@ def torchrun(folder: Path, *arguments: str) -> Done:
 
 @pytest.fixture(scope="module")
 def launched_run(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """A folder in which torchrun's two ranks have trained, and what they said."""
+    """Train with torchrun's two ranks; return the folder and their output."""
     folder = tmp_path_factory.mktemp("launched")
     return folder, torchrun(folder, "train", str(run_file), *RANKS)
 

@@ -17,7 +17,7 @@ class AtOnce(JaxBackend):
         self._refused = refused
 
     def open(self, config: RunConfig) -> Any:
-        """A session without `run_stage`, or with one that refuses a stage."""
+        """Open a session without `run_stage`, or with one that refuses a stage."""
         session: Any = super().open(config)
         if self._refused is None:
             shown = ("state", "load", "gradients", "observe", "close")

@@ -35,7 +35,7 @@ SESSIONS: dict[str, Session] = {}
 
 
 def opened(config: RunConfig) -> Session:
-    """A session whose programs the tests of this file share; its weights are the initial ones."""
+    """Open a session whose programs the tests of this file share; its weights are the initial ones."""
     key = config.model_dump_json()
     if key not in SESSIONS:
         SESSIONS[key] = JaxBackend().open(config)

@@ -60,7 +60,7 @@ def test_the_reference_is_sound(config):
 
 
 def of(policy="bf16", **sections):
-    """A run with other settings than the rest of the tests, by section; `model` is by its keys."""
+    """Build a run with other settings than the rest of the tests, by section; `model` is by its keys."""
     config = tiny_config(policy, **sections.pop("model", {}))
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
@@ -174,7 +174,7 @@ def transposed(x, weight, bias, policy, float8):
 
 
 def crossed(forward):
-    """The model adds attention's output to the normed stream; every stage on its own is right."""
+    """Add attention's output to the normed stream; every stage on its own is right."""
 
     def block(self, x, rope, policy, tap, name):
         normed = tap(f"{name}.attn_norm", self.attn_norm(tap(f"{name}.attn_norm.x", x)))
@@ -261,7 +261,7 @@ def test_a_reference_of_packed_documents_is_sound(backend, settings):
 
 
 def shifted(documents):
-    """The end of text counts to the next document."""
+    """Count the end of text to the next document."""
     return jnp.concatenate((documents[:, 1:], documents[:, -1:]), 1)
 
 

@@ -35,7 +35,7 @@ VERSIONS = {"torch": "2.13.0", "numpy": "2.0"}
 
 
 def backend(session: type[TorchSession]) -> TorchBackend:
-    """A backend that opens this session."""
+    """Build a backend that opens this session."""
     made = TorchBackend()
     made.session_class = session
     return made
@@ -59,7 +59,7 @@ def evidence_of(session: TorchSession, number: int = 0) -> Evidence:
 
 
 def checked(made: TorchBackend, config: RunConfig = CONFIG) -> tuple[Evidence, Check]:
-    """The evidence of a candidate's first step, and its verdict."""
+    """Return the evidence of a candidate's first step, and its verdict."""
     evidence = evidence_of(made.open_rank(config))
     return evidence, judge(evidence, reference(config))
 
@@ -135,7 +135,7 @@ class SumsInBf16(TorchSession):
 
 
 def run_batch(config: RunConfig, step: int) -> Batch:
-    """The data order of these runs."""
+    """Return the batch of a step in the data order of these runs."""
     return text_batch(config, step)
 
 
@@ -146,7 +146,7 @@ def make_run(
     checkpoints: tuple[int, ...] = (),
     sketches: tuple[int, ...] = (),
 ) -> RunDir:
-    """A run directory as `lockstep train` leaves it, with checkpoints and sketches at these steps."""
+    """Make a run directory as `lockstep train` leaves it, with checkpoints and sketches at these steps."""
     config = CONFIG
     run = RunDir.create(path, config, {"backend": "torch"})
     trainer = session(config)
@@ -163,13 +163,13 @@ def make_run(
 
 
 def fake_check(path: Path, step: int, verdict: str) -> None:
-    """A line of parity.jsonl that says this of a step."""
+    """Write a line of parity.jsonl with this verdict on a step."""
     with (path / "parity.jsonl").open("ab") as file:
         file.write(sealed_line({"schema": 2, "step": step, "verdict": verdict, "stages": []}))
 
 
 def run_here(folder, made):
-    """The script in this process (torch is loaded already); returns its exit code."""
+    """Run the script in this process (torch is loaded already); return its exit code."""
     folder.mkdir(exist_ok=True)
     np.savez(folder / "stage.npz", **made.tensors)
     (folder / "repro.py").write_text(made.script)

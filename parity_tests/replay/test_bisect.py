@@ -30,7 +30,7 @@ from lockstep.torch_backend.session import TorchSession
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Runs by their session, each made once; tests that change one work on a copy."""
+    """Return a function that makes runs by session, each once; tests that change one work on a copy."""
     folder, runs = tmp_path_factory.mktemp("runs"), {}
 
     def run(session, checkpoints=(10,)):

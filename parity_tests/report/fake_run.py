@@ -159,7 +159,7 @@ def check_lines(
 
 
 def biases(sums: Bias, rng: np.random.Generator) -> list[Finding]:
-    """Findings over steps of two stages: one honest, one that leans a little to one side."""
+    """Return findings over steps of two stages: one honest, one with a small bias to one side."""
     found = []
     for stage, tap, lean in (("q", "blocks.0.attn.q", 0.0), ("attn_norm", "blocks.1.attn_norm", 0.02)):
         key, n = (stage, "forward", tap), 512
@@ -171,7 +171,7 @@ def biases(sums: Bias, rng: np.random.Generator) -> list[Finding]:
 
 
 def findings(bad: bool, rng: np.random.Generator, model: ModelConfig = MODEL) -> list[Finding]:
-    """The chain of one check; `bad` plants a wrong RoPE table and what follows from it."""
+    """Return the chain of one check; `bad` plants a wrong RoPE table and its consequences."""
     found = [exact("tokens", "tokens", "data", 2048), exact("weights", "names", "state", 57)]
     depth = 0.0
     for stage in forward_stages(model):
@@ -207,7 +207,7 @@ def tensor(
     rng: np.random.Generator,
     note: str = "",
 ) -> Finding:
-    """A compared tensor. The bound on the gain follows the twin's error, so that no two steps have the same."""
+    """Return a compared tensor. The bound on the gain follows the twin's error, so that no two steps have the same."""
     local = scope == "local"
     high = 1.25 if local else 1.45
     basis = f"780 clean draws reached {high**0.5:.3g}, ^2"
@@ -223,7 +223,7 @@ def tensor(
 
 
 def scalar(stage: str, tap: str, phase: str, rng: np.random.Generator) -> Finding:
-    """A number that was recomputed in FP64."""
+    """Return a number that was recomputed in FP64."""
     ulp = Measure(
         "ulp", float(rng.integers(0, 3)), None, 4.0, "a float32 sum of 2048 terms in pairs: log2(2048) / 3 ulp"
     )

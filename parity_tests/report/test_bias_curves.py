@@ -21,7 +21,7 @@ STAGES = {"blocks.0.attn.q": "q", "blocks.0.attn_norm.weight": "attn_norm", "fin
 
 
 def run(path: Path, checks: int, leaning: str = "") -> tuple[Checks, bias.Bias]:
-    """A run of so many checks of three comparisons; one of them may lean to one side by a fifth of the twin's error."""
+    """Make a run of `checks` checks of three comparisons; `leaning` is biased by a fifth of the twin's error."""
     rng, sums, read = np.random.default_rng(0), bias.Bias(), Checks()
     for step in range(1, checks + 1):
         findings = []

@@ -31,7 +31,7 @@ def changed(run: Path, change: Any) -> Path:
 
 
 def with_name(run: Path, name: str, peak_lr: float = 0.003) -> Path:
-    """The run under another name, and made with another learning rate."""
+    """Give the run another name and another learning rate."""
     info = read_info(run / "run.json")
     text = (run / "config.toml").read_text().replace("stdlib-6l", name).replace("0.003", str(peak_lr))
     (run / "config.toml").write_text(text)

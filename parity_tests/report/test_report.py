@@ -48,7 +48,7 @@ def refuse(constant: str) -> None:
 
 
 def verdict_words(page: str) -> str:
-    """The text of the verdict's section."""
+    """Return the text of the verdict's section."""
     section = page.split('<section class="verdict')[1].split("</section>")[0]
     return (
         html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", section.replace("</", " </"))).replace(" ,", ","))
@@ -104,7 +104,7 @@ class Unpacked:
         return decode(exponent, mantissa), exponent
 
     def row_of(self, finding: dict[str, Any]) -> int:
-        """The row of a finding."""
+        """Return the row of a finding."""
         wanted = tuple(finding[k] for k in ("phase", "stage", "tap", "layer", "scope"))
         found = [
             i

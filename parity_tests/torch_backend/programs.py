@@ -17,7 +17,7 @@ PROGRAMS = {"eager": EAGER, "aot_eager": TRACED, "inductor": GENERATED}
 
 
 def under(config: RunConfig, program: CompileConfig) -> RunConfig:
-    """The same run by another program."""
+    """Return the same run by another program."""
     return config.model_copy(update={"compile": program})
 
 

@@ -72,7 +72,7 @@ def too_late(graph: torch.fx.GraphModule) -> list[Node]:
 
 
 def head(policy: str = "bf16", z_loss: float = 0.0, tap: Callable[[str, Tensor], Tensor] | None = None) -> Any:
-    """The graph of the chunked head alone."""
+    """Compile the graph of the chunked head alone."""
     with FakeTensorMode():
         dtype, batch = POLICIES[policy].stream, (2, ROWS * CHUNKS // 2)
         x, weight = (torch.empty(*size, HIDDEN, dtype=dtype, requires_grad=True) for size in (batch, (VOCAB,)))

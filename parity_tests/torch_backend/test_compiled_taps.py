@@ -39,7 +39,7 @@ def streamed(of, batch, names):
 
 
 def observed_and_trained(of):
-    """What the tapped program shows, at once and one after another, and what the one that trains gives."""
+    """Return the taps of the tapped program, at once and one after another, and the training program's gradients."""
     batch = text_batch(of.config)
     taps = tap_names(of.config.model)
     names = [*taps, *(GRADIENT + name for name in (*taps, *of.parameters))]

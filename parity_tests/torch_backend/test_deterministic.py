@@ -32,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The mode is the process's: it is off before and after, and so is what is kept of it."""
+    """Turn the process's deterministic mode off before and after, with everything that is kept of it."""
     monkeypatch.setattr(deterministic, "_loose", False)
     for name in (CUBLAS, NCCL):
         monkeypatch.setenv(name, "")  # else what a test leaves there would stay

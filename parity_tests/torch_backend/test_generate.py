@@ -126,7 +126,7 @@ def test_what_a_token_at_a_time_or_a_cpu_has_not(policy, due):
 
 
 def one_behind(monkeypatch):
-    """The newest token's keys and values are stored and not seen."""
+    """Store the newest token's keys and values, and do not read them."""
     tap = Cache.tap
 
     def behind(self, start):
@@ -137,7 +137,7 @@ def one_behind(monkeypatch):
 
 
 def one_ahead(monkeypatch):
-    """A place that nothing was written to is seen as well."""
+    """Read a place that nothing was written to as well."""
     tap = Cache.tap
 
     def ahead(self, start):
@@ -154,7 +154,7 @@ def one_ahead(monkeypatch):
 
 
 def wrong_position(monkeypatch):
-    """A token that comes alone is rotated as if it stood one place further back."""
+    """Rotate a token that comes alone as if it stood one place further back."""
     asked = Decoder._logits
 
     def off(self, tokens, start, tap):
@@ -170,7 +170,7 @@ def wrong_position(monkeypatch):
 
 
 def from_the_first_key(monkeypatch):
-    """A single query is masked as torch counts: it sees the first key alone."""
+    """Mask a single query as torch counts: it sees the first key alone."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def first(q, k, v, attn_mask, is_causal, **others):

@@ -38,7 +38,7 @@ ROWS, BLOCK = 8, 64
 
 @pytest.fixture(params=["held", "again"])
 def kernel(request, monkeypatch):
-    """The kernel that reads a row once, or the one that reads it twice, BLOCK columns at a time."""
+    """Choose the kernel that reads a row once, or the one that reads it twice, BLOCK columns at a time."""
     monkeypatch.setattr(one_kernel, "AT_A_TIME", BLOCK)
     if request.param == "again":
         monkeypatch.setattr(one_kernel, "HELD", 0)
@@ -49,7 +49,7 @@ def normal(V, scale=1.0, rows=ROWS):
 
 
 def peaked(V, lead):
-    """The target's logit `lead` above the largest other one in every second row, and below it in the others."""
+    """Set the target's logit `lead` above the largest other one in every second row, and below it in the others."""
     x = normal(V)
     x[::2, 3], x[1::2, 5] = x[::2].amax(-1) + lead, x[1::2].amax(-1) + lead
     return x
@@ -135,7 +135,7 @@ def test_so_are_those_of_a_real_vocabulary():
 
 
 def ulps(x):
-    """The largest error of a single loss or gradient in ulp of its own size, against FP64.
+    """Return the largest error of a single loss or gradient in ulp of its own size, against FP64.
 
     A norm is made of the largest numbers: that of a confident token's loss, or of an unlikely token's gradient, hides.
     """
@@ -217,7 +217,7 @@ FAULTS = {
 
 
 def with_fault(folder, name):
-    """The kernels' file with a fault in it."""
+    """Write the kernels' file with a fault in it."""
     piece, wrong = FAULTS[name]
     source = SOURCE.read_text()
     assert piece in source

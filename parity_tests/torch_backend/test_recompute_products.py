@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def both(recompute, plain, *inputs):
-    """Outputs and gradients of either, and the bytes that either keeps beyond its inputs."""
+    """Return outputs and gradients of both, and the bytes that each keeps beyond its inputs."""
     found = []
     for function in (recompute, plain):
         kept = {}

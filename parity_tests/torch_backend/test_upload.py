@@ -45,7 +45,7 @@ class Transfers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def apart(self, what: str, call: Any) -> Any:
-        """The call, counted as one of `what`; what moves inside it is not looked at."""
+        """Wrap the call and count it as one of `what`; calls inside it are not counted."""
 
         def run(*args: Any) -> Any:
             self.found[what] += 1

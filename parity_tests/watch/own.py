@@ -54,7 +54,7 @@ class Gpt(nn.Module):
 
 
 def gpt_loss(model: Any, batch: Batch) -> Tensor:
-    """The mean over tokens that are not padding."""
+    """Compute the mean over tokens that are not padding."""
     logits = model(batch["tokens"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=-1)
 
@@ -109,7 +109,7 @@ def train(
     lr: float = 1e-2,
     **settings: Any,
 ) -> Watcher:
-    """The loop, in one of `PRECISIONS`.
+    """Train in one of `PRECISIONS`.
 
     `during` is around the candidate's forward and backward alone, `spoil` between them and the block.
     """

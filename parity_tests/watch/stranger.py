@@ -98,7 +98,7 @@ def train(
     autocast: bool = False,
     **settings: Any,
 ) -> Watcher:
-    """The loop. `spoil` runs between backward and the watcher's block; `settings` are those of `watch`."""
+    """Train. `spoil` runs between backward and the watcher's block; `settings` are those of `watch`."""
     torch.manual_seed(seed)
     model = model or Tagger()
     chosen = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3)))(list(model.parameters()))

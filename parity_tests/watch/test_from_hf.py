@@ -52,7 +52,7 @@ def batch_of(seed: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
 
 
 def train(model: Any, precision: str = "fp32", steps: int = 2, accumulate: Any = None, **settings: Any) -> Watcher:
-    """Steps of a plain loop, of two micro-batches where gradients are accumulated."""
+    """Make steps of a plain loop, of two micro-batches where gradients are accumulated."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     reference = from_hf(model, accumulate=accumulate)
     watcher = watch(model, optimizer, reference=reference, precision=precision, **{"every": 1, **settings})

@@ -188,7 +188,7 @@ def as_given(x: Any) -> Any:
 
 
 def apart(func: Any, args: Any, kwargs: dict[str, Any]) -> float:
-    """The largest difference from torch, relative to each result's largest number."""
+    """Return the largest difference from torch, relative to each result's largest number."""
     due = func(*args, **kwargs)
     name = func._schema.name.removeprefix("aten::")
     found = OPERATIONS[name](*map(as_given, args), **{key: as_given(value) for key, value in kwargs.items()})

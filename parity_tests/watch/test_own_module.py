@@ -146,7 +146,7 @@ def test_a_check_does_not_compile_anew() -> None:
 
 @contextmanager
 def narrow_softmax() -> Iterator[None]:
-    """A kernel of the candidate's alone: attention's softmax in bf16."""
+    """Give the candidate alone a kernel with attention's softmax in bf16."""
     own = F.scaled_dot_product_attention
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
@@ -161,7 +161,7 @@ def narrow_softmax() -> Iterator[None]:
 
 
 def other_gelu(graph: Any, _: Any) -> Any:
-    """A compiler that takes GELU's approximation for GELU."""
+    """Compile with GELU's approximation in place of GELU."""
     for node in graph.graph.nodes:
         if node.target is F.gelu or getattr(node.target, "__name__", "") == "gelu":
             node.kwargs = {**node.kwargs, "approximate": "tanh"}
@@ -226,7 +226,7 @@ def tokens(parts: Any) -> list[float]:
 
 
 def accumulated(weights: Callable[[Any], list[float]], precision: str = "fp32", **settings: Any) -> Watcher:
-    """A step over two micro-batches, each with its weight in the sum."""
+    """Make steps over two micro-batches, each with its weight in the sum."""
     torch.manual_seed(0)
     model = Gpt().bfloat16() if precision == "bf16 weights" else Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def truth_of(model: nn.Module, loss: Any, batch: Any, accumulate: Any = None) -> tuple[dict[str, np.ndarray], bool]:
-    """The gradients of the truth, and whether it was computed whole."""
+    """Return the gradients of the truth, and whether it was computed whole."""
     reference = OwnModule(model, loss, accumulate)
     params = {name: array_of(p) for name, p in parameters_of(model).items()}
     truth, _ = reference.answers(params, batch, "fp32", Uncovered())

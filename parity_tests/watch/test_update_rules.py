@@ -37,7 +37,7 @@ class Weights(nn.Module):
 
 
 def stepped(make: Made, *, matrices_only: bool = False, dtype: torch.dtype = torch.float32, **settings: Any) -> Watcher:
-    """Steps by drawn gradients, which are their own reference: the update alone can be wrong."""
+    """Step by drawn gradients, which are their own reference: the update alone can be wrong."""
     torch.manual_seed(0)
     model = Weights(matrices_only, dtype)
     optimizer = make(list(model.parameters()))
@@ -106,7 +106,7 @@ def otherwise(optimizer: Any, **values: Any) -> Iterator[None]:
 
 
 def faulty(kind: Any, fault: str, number: list[int]) -> Any:
-    """The class with a fault inside its step."""
+    """Return the class with a fault inside its step."""
 
     class Faulty(kind):
         @torch.no_grad()

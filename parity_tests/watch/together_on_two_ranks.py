@@ -65,14 +65,14 @@ def fsdp_summed(own: nn.Module, **_: Any) -> Any:
 
 
 def uneven(rank: int, batch: Batch) -> Batch:
-    """A batch whose targets are fewer on rank 1."""
+    """Return a batch whose targets are fewer on rank 1."""
     targets = batch["targets"].clone()
     targets[: 2 * rank] = -1
     return {**batch, "targets": targets}
 
 
 def counted(parts: Sequence[Batch]) -> list[float]:
-    """The weights that make means of micro-batches the mean over all tokens."""
+    """Return the weights that make means of micro-batches the mean over all tokens."""
     counts = [int((part["targets"] >= 0).sum()) for part in parts]
     return [count / sum(counts) for count in counts]
 
@@ -212,7 +212,7 @@ def train(
     asks: Callable[[int, int], bool | None] = lambda rank, step: None,
     **settings: Any,
 ) -> Watcher:
-    """A loop whose every step is checked; each rank hands over its own batch and loss."""
+    """Train with a check at every step; each rank hands over its own batch and loss."""
     torch.manual_seed(0)
     own = Gpt()
     model = wrap(own, **(policy or {}))

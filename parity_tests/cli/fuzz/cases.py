@@ -180,7 +180,7 @@ def _in_the_sandbox(key: str) -> bool:
 
 
 def flag_value(key: str) -> st.SearchStrategy[str]:
-    """The text of one setting: valid, borderline or absurd."""
+    """Draw the text of one setting: valid, borderline or absurd."""
     field = SETTINGS[key]
     if _in_the_sandbox(key):
         return st.sampled_from(PATHS)
@@ -232,7 +232,7 @@ def _misspelt(draw: st.DrawFn, key: str) -> str:
 
 @st.composite
 def tree(draw: st.DrawFn) -> dict[str, Any]:
-    """A run file's content: some settings, right and wrong, on top of the tiny run's."""
+    """Draw a run file's content: some settings, right and wrong, on top of the tiny run's."""
     flat: dict[str, Any] = {}
     for key in draw(st.lists(_keys, max_size=4, unique=True)):
         flat[key if draw(st.integers(0, 7)) else _misspelt(draw, key)] = draw(file_value(key))
@@ -296,7 +296,7 @@ _BROKEN = [
 
 @st.composite
 def run_file(draw: st.DrawFn) -> bytes:
-    """The bytes of a run file: settings on the tiny run, and some way of writing them, or of getting it wrong."""
+    """Draw the bytes of a run file: settings on the tiny run, written in some way, right or wrong."""
     if not draw(st.integers(0, 4)):
         return draw(st.one_of(st.sampled_from(_BROKEN), st.binary(max_size=40)))
     text = tomli_w.dumps({"base": draw(st.sampled_from(["tiny.toml"] * 9 + ["other.toml"])), **draw(tree())})
@@ -318,7 +318,7 @@ def run_file(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def run_file_case(draw: st.DrawFn) -> Case:
-    """A drawn run file, given to a command that reads one."""
+    """Draw a run file, given to a command that reads one."""
     command = draw(st.sampled_from(["train"] * 6 + ["parity"] * 2 + ["data prepare", "faults", "bench step"]))
     files = [
         (RUN_FILE, draw(run_file())),
@@ -387,7 +387,7 @@ TAKES_A_RUN = ("report", "replay", "bisect", "sample")
 
 
 def options_of(command: str) -> dict[str, str]:
-    """A command's own options with their types as written, positionals included."""
+    """Return a command's own options with their types as written, positionals included."""
     module, _, name = _COMMAND_OPTIONS[command].partition(":")
     shape = getattr(importlib.import_module(module), name)
     return {field.name: str(field.type) for field in dataclasses.fields(shape)}
@@ -434,7 +434,7 @@ def _spelt(draw: st.DrawFn, name: str, value: str) -> list[str]:
 
 @st.composite
 def flag_words(draw: st.DrawFn, command: str) -> list[str]:
-    """Some flags of a command, or of another one, and some junk."""
+    """Draw some flags of a command, or of another one, and some junk."""
     words: list[str] = []
     for _ in range(draw(st.integers(0, 4))):
         which = draw(st.sampled_from(["setting"] * 6 + ["option"] * 3 + ["other", "junk"]))
@@ -457,7 +457,7 @@ def flag_words(draw: st.DrawFn, command: str) -> list[str]:
 
 @st.composite
 def flags_case(draw: st.DrawFn) -> Case:
-    """A command on the tiny run with drawn flags."""
+    """Draw a command on the tiny run with some flags."""
     command = draw(st.sampled_from(["train"] * 6 + ["parity"] * 2 + ["data prepare", "faults", "bench step"]))
     before = {"train": OUT + SHORT, "parity": (*SHORT, "--steps", "1"), "data prepare": ("--workers", "1")}.get(
         command, ()
@@ -471,7 +471,7 @@ def flags_case(draw: st.DrawFn) -> Case:
 
 @st.composite
 def together_case(draw: st.DrawFn) -> Case:
-    """Settings that a rule ties together, each right by itself: the run is one, or the rule says why not."""
+    """Draw settings that a rule ties together, each right by itself: the run is one, or the rule reports why not."""
     words: list[str] = []
     for rule in draw(st.lists(st.sampled_from(RULES), min_size=1, max_size=2)):
         for key in rule.keys:
@@ -575,7 +575,7 @@ _SIMPLE = st.sampled_from(
 
 @st.composite
 def environment_case(draw: st.DrawFn) -> Case:
-    """A simple call under an odd environment, in this process."""
+    """Draw a simple call under an odd environment, in this process."""
     chosen = draw(st.lists(st.sampled_from(sorted(_VARIABLES)), min_size=1, max_size=3, unique=True))
     values = tuple((name, draw(st.sampled_from(_VARIABLES[name]))) for name in chosen)
     return Case("environment", draw(_SIMPLE), environment=values, through=True)
@@ -583,7 +583,7 @@ def environment_case(draw: st.DrawFn) -> Case:
 
 @st.composite
 def own_process_case(draw: st.DrawFn) -> Case:
-    """A simple call in a process of its own: locale, and what stdout is, are settled when Python starts."""
+    """Draw a simple call in a process of its own: locale and stdout are settled when Python starts."""
     known = _VARIABLES | _LOCALES
     chosen = draw(st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True))
     values = tuple((name, draw(st.sampled_from(known[name]))) for name in chosen)

@@ -89,7 +89,7 @@ def _faults_of_line(line: str, case: Case) -> Iterator[str]:
 
 
 def _faults_of_run(left: Left) -> Iterator[str]:
-    """A run that was made is a whole one: settings, facts, records of its steps and a checkpoint."""
+    """Check that a run is a whole one: settings, facts, records of its steps and a checkpoint."""
     runs = {
         path.rpartition("/")[0] for path in left.changed if path.endswith("/records.jsonl") and "branches" not in path
     }
@@ -100,7 +100,7 @@ def _faults_of_run(left: Left) -> Iterator[str]:
 
 
 def _names(case: Case) -> set[str]:
-    """What a message may name: flags, keys, files and commands, of Lockstep or as the user wrote them."""
+    """List the names that a message may contain: flags, keys, files and commands, Lockstep's or the user's."""
     words = {part for word in case.argv for part in (word, word.lstrip("-"), *re.split("[=:]", word.lstrip("-")))}
     parts = words | {word.replace("-", "_") for word in words}
     own = {printable(shown).strip("'\"")[:40] for part in parts if part for shown in (part, repr(part))}

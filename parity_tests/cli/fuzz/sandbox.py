@@ -300,7 +300,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """What a call changes in the process, put back: modules of candidates, where they are found, threads of torch."""
+    """Restore the process after a call: modules of candidates, the import path, torch's number of threads."""
     import torch
 
     modules, path, threads = set(sys.modules), list(sys.path), torch.get_num_threads()
@@ -319,7 +319,7 @@ def _reached(*_: object, **__: object) -> Any:
 
 
 def _answer(worker: object, job: dict[str, Any], limit: float) -> dict[str, Any]:
-    """What the bench's worker says of this machine; nothing is timed."""
+    """Stand in for the bench's worker: describe this machine; nothing is timed."""
     if job["job"] != "device":
         raise Reached
     return {"status": "measured", "device": {"kind": "cpu", "name": "cpu"}, "versions": {}}
@@ -360,7 +360,7 @@ class _After:
 
 
 def _cuts(case: Case) -> list[Any]:
-    """What stands in for long work.
+    """Return the patches that stand in for long work.
 
     Always: a run stops after two steps, nothing is compiled, W&B is not installed, Python's whole standard library is
     not prepared, nothing is timed, no fault is planted. Unless the case goes through: no step is made at all.

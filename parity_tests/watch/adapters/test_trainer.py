@@ -25,7 +25,7 @@ AGREED = "agreed in 3 checks against your own module"
 def built(
     folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "llama", spare: int = 0, **settings: Any
 ) -> Trainer:
-    """A Trainer of 3 steps. spare: micro-batches that are missing in the last."""
+    """Build a Trainer of 3 steps. spare: micro-batches that are missing in the last."""
     torch.manual_seed(0)
     given: dict[str, Any] = {
         "save_strategy": "no",
@@ -49,7 +49,7 @@ def run(trainer: Trainer, **settings: Any) -> LibraryWatcher:
 
 
 def broken(watcher: LibraryWatcher) -> tuple[int, set[str], str]:
-    """The first step that disagreed, the stages that broke in it, and the cause that it names."""
+    """Return the first step that disagreed, the stages that broke in it, and the cause that it names."""
     check = next(check for check in watcher.checks if check.verdict == "disagreed")
     return check.step, {f.stage for f in check.findings if not f.ok}, check.cause or ""
 

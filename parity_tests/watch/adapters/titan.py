@@ -153,7 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
 def built(
     folder: Path, kind: type[Trainer] = Trainer, precision: str = "bfloat16", parts: int = 1, chunks: int = 0
 ) -> Trainer:
-    """A trainer of the debug model, of 3 steps, on the CPU."""
+    """Build a trainer of the debug model, of 3 steps, on the CPU."""
     config: Any = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
