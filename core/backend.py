@@ -100,11 +100,11 @@ class Batch:
         return Batch.of({name: array[which] for name, array in self.arrays.items()}, self.end_of_text)
 
     def documents_for(self, attention: AttentionConfig) -> np.ndarray | None:
-        """Its documents if attention asks for them. Raises ValueError if it does and there are none."""
+        """Its documents if attention uses them. Raises ValueError if it does and there are none."""
         if not attention.needs_documents:
             return None
         if self.documents is None:
-            raise ValueError("attention asks for documents (document_mask or reset_positions), and the batch has none")
+            raise ValueError("attention needs documents (document_mask or reset_positions), and the batch has none")
         return self.documents
 
     def micro_batches(self, size: int) -> list[Batch]:
@@ -231,7 +231,7 @@ class RankReport:
 
 @runtime_checkable
 class Session(Protocol):
-    """Weights, optimizer and compiled step of one run. What it cannot do raises `NotSupported`."""
+    """Weights, optimizer and compiled step of one run. An operation that it lacks raises `NotSupported`."""
 
     def state(self) -> State:
         """Return a copy of the canonical state."""
@@ -242,7 +242,7 @@ class Session(Protocol):
         ...
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check never asks for them).
+        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check needs none).
 
         Of a step whose loss or gradients are not finite nothing changes: raises lockstep.core.train.finite.NotFinite,
         or leaves it out and counts it (core/train/skipped_steps.py).

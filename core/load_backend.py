@@ -16,7 +16,7 @@ from lockstep.core.files.paths import path_problem
 
 
 def load_backend(spec: str) -> Backend:
-    """Import and call NAME. Raises UserError that says what of `spec` cannot be found or is not a backend."""
+    """Import and call NAME. Raises UserError that names the part of `spec` that is missing or no backend."""
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UserError(f"{spec!r} names no backend: write FILE.py:NAME or module:NAME")

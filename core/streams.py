@@ -89,7 +89,7 @@ def stream_taps(session: Session, batch: Batch, taps: Sequence[str], take: Take)
 
 
 def step_stream(session: Session) -> StreamStep:
-    """Return what makes a step and gives its gradients to `take`; a last argument asks for norms.
+    """Return what makes a step and gives its gradients to `take`; a last argument requests norms.
 
     Raises NotSupported if the session's step does not show its gradients.
     """

@@ -1,10 +1,10 @@
 """`lockstep bench best`: which configuration is fastest, within a time limit, and why.
 
-The candidates are all combinations of the levers' choices. Those that a plan says do not fit, or are far slower than
-its best, are left out without a run. Of the rest one is measured at a time, most promising first: the plan's fastest,
-then what differs from the best so far in one lever, until no such neighbour is left or the time is short. The leaders
-are then measured over more steps, and the fastest of them wins (successive halving, Jamieson & Talwalkar 2016, arXiv
-1502.07943, with two rungs). Neighbours of the winner say what each of its choices is worth.
+The candidates are all combinations of the levers' choices. Those that do not fit by the plan, or are far slower than
+its best, are left out without a run. The rest are measured one at a time, most promising first: the plan's fastest,
+then those that differ from the best so far in one lever, until no such neighbour is left or the time is short. The
+leaders are then measured over more steps, and the fastest of them wins (successive halving, Jamieson & Talwalkar 2016,
+arXiv 1502.07943, with two rungs). Neighbours of the winner show what each of its choices is worth.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Search:
         return next(one for one in self.candidates if one.choices == choices)
 
     def measured(self) -> list[Choices]:
-        """Those with a time, fastest first; what was measured over more steps counts as that says."""
+        """Those with a time, fastest first; a measurement over more steps replaces the earlier one."""
         found = [c for c in self.order if self.results[c]["status"] == "measured"]
         return sorted(found, key=lambda c: self.results[c]["median"])
 

@@ -65,7 +65,7 @@ def result(row: str, said: Mapping[str, Sequence[Mapping[str, Any]]], parts: Map
 
 
 def answers(found: Mapping[str, Any]) -> list[str]:
-    """Return what a row says: each of Lockstep's ways beside each peer."""
+    """Return the comparisons of a row: each of Lockstep's ways beside each peer."""
     if found["status"] != "measured":
         return [f"{found['status']}: {found['reason']}"]
     lines = []

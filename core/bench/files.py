@@ -1,4 +1,4 @@
-"""The files of a bench: its JSON, which says of itself which suite and schema it is, and a page made from it."""
+"""The files of a bench: its JSON, which names its suite and schema, and a page made from it."""
 
 from __future__ import annotations
 

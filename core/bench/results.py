@@ -28,7 +28,7 @@ from lockstep.core.files.atomic import write_atomically
 from lockstep.core.model.budget import floor_seconds, hfu, mfu, peak_flops
 
 SCHEMA, SUITE = 1, "step"
-# Status → what the table says in the place of a figure.
+# Status → the table's words in the place of a figure.
 STATUSES = {
     "measured": "",
     "refused": "cannot run here",

@@ -49,7 +49,7 @@ class Row:
         return {**LEVERS, **self.settings, **batch, "device": device}
 
 
-# Every lever, so that a row means the same whatever the run file says: bf16, compiled, whole logits, flash attention
+# Every lever, so that a row means the same under any run file: bf16, compiled, whole logits, flash attention
 # (what torch chose when the figures were published), nothing computed again, AdamW.
 LEVERS = {
     "precision.policy": "bf16",

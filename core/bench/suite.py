@@ -30,7 +30,7 @@ Ask = Callable[[Job, float], dict[str, Any]]
 
 
 class Worker:
-    """Starts `command` for each job, which it reads as JSON from its input; its last argument says where to answer.
+    """Starts `command` for each job, which it reads as JSON from its input; its last argument is the answer's path.
 
     root: a folder whose modules it can import.
 
@@ -155,7 +155,7 @@ def measure_rows(
 def measure_row(
     row: Row, series: Series, configure: Callable[[Row], RunConfig], ask: Ask, plan: Plan, limit: float
 ) -> dict[str, Any]:
-    """One row's result but for its wall time (core/bench/results.py says what it holds)."""
+    """One row's result but for its wall time (core/bench/results.py lists its contents)."""
     result: dict[str, Any] = {
         "row": row.name,
         "status": "refused",

@@ -20,7 +20,7 @@ class Side:
     """One contender's process. It reads a job as a line of JSON, then `go` for each step and `end`; answers in lines.
 
     Answers go to its standard output; what else is printed goes to `log`.
-    Raises UserError with the contender's name where the process says that it cannot, dies, or gives nothing in time.
+    Raises UserError with the contender's name if the process reports that it cannot, dies, or gives nothing in time.
     """
 
     def __init__(self, name: str, command: Sequence[str], root: Path, log: IO[str], environment: Mapping[str, str]):

@@ -36,7 +36,7 @@ SAFETENSORS = "safetensors"
 
 _FOLDER = re.compile(r"step_(\d{6,})")
 _KIND = re.compile(r"[A-Za-z0-9_]+")
-# Where torch.distributed.checkpoint says, in a file's metadata, which part of a tensor it holds.
+# The key of a file's metadata under which torch.distributed.checkpoint writes the part of a tensor that it holds.
 _SHARDS = "DCP_SHARDING_INFO"
 
 # Reads the tensors of a format of its own from a checkpoint's folder.
@@ -46,7 +46,7 @@ Restore = Callable[[Path, int, Mapping[str, float]], None]
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint that is not what was written: says which file, and in what way."""
+    """A checkpoint that is not what was written: names the file and the fault."""
 
 
 class PoisonedState(UserError):
@@ -225,7 +225,7 @@ def restore_checkpoint(folder: Path, restore: Restore) -> tuple[int, dict[str, A
     """
     manifest = verify_checkpoint(folder)
     if manifest["format"] != SAFETENSORS:
-        state, extra = load_checkpoint(folder)  # which says what to do
+        state, extra = load_checkpoint(folder)  # whose error names the remedy
         return state.step, extra
     restore(folder, manifest["step"], manifest.get("scalars", {}))
     return manifest["step"], json.loads((folder / EXTRA).read_text(encoding="utf-8"))
@@ -298,7 +298,7 @@ def prune_checkpoints(
         stays |= {step for step in found if step >= vouched}
     old = [path for step, path in found.items() if step not in stays]
     for path in old:
-        # Renamed first: a deletion that is cut short must not leave something that looks like a checkpoint.
+        # Renamed first: a deletion that is cut short must not leave something that passes for a checkpoint.
         doomed = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -322,12 +322,12 @@ def _save(path: Path, arrays: Arrays) -> None:
     try:
         save_file(contiguous, path)
         path.chmod(mode)  # safetensors lets nobody but the owner read it
-    except SafetensorError as error:  # what the disk says, in safetensors' words
+    except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error
 
 
 def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | None]:
-    """Tensors by name, and where each begins in its whole, if the file says that it may hold parts."""
+    """Tensors by name, and where each begins in its whole, if the file's metadata allows parts."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
@@ -353,7 +353,7 @@ def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:
         return parts[0][1]
     ends = np.array([np.add(offset, part.shape) for offset, part in parts])
     shape = ends.max(axis=0).tolist()
-    # Before there is room for them: the file says where they lie.
+    # Before there is room for them: the file lists where they lie.
     if sum(part.size for _, part in parts) != math.prod(shape):
         raise ValueError(f"parts of {name} are missing")
     whole = np.empty(shape, parts[0][1].dtype)

@@ -40,7 +40,7 @@ def part_of(session: Session, ranks: Ranks) -> Writing | None:
 
 
 def write_part(writing: Writing) -> None:
-    """Write a rank's part. What goes wrong does so on every rank, and rank 0 tells."""
+    """Write a rank's part. An error is raised on every rank, and rank 0 reports it."""
     with contextlib.suppress(OSError):
         if not writing.not_finite():
             writing.wait()

@@ -153,7 +153,7 @@ class _Tensors(Mapping[str, np.ndarray]):
 def opened_checkpoint(folder: Path, read: Read | None = None) -> Iterator[State]:
     """Verify a checkpoint as `load_checkpoint` does, and give its state while it is open, a tensor at a time.
 
-    Raises as `load_checkpoint`. What is of another format than safetensors is read at once.
+    Raises as `load_checkpoint`. Other formats than safetensors are read at once.
     """
     manifest = verify_checkpoint(folder)
     if manifest["format"] != SAFETENSORS:

@@ -31,7 +31,7 @@ class AttentionKernel:
     operands: formats of q, k and v that it takes on CUDA.
     widths:   head dimensions that it takes on CUDA: a multiple of the first, at least the second, at most the third.
     widest_on_hopper: the most from compute capability 9.0 on, where that is another one.
-    bytes_at_a_time: head dimensions are a multiple of so many bytes, whatever `widths` says; 0: of none.
+    bytes_at_a_time: head dimensions are a multiple of so many bytes, whatever `widths` allows; 0: of none.
     mask:     what keeps documents apart: a dense mask, or blocks of keys; None: it takes none on CUDA.
     mask_as_numbers: a dense mask is kept by every layer in the operand format.
     on_cpu:   why it does not run on the CPU; empty if it does.
@@ -42,7 +42,7 @@ class AttentionKernel:
     not_deterministic: why no run on CUDA with it gives the same bits twice, and what does; empty where one can.
     tried_on: kinds of device on which it may be the fastest: `lockstep bench best` tries it there.
     reaches:  share of the dense peak, forward and backward pass, by GPU architecture (core/plan/gpus.py).
-    words:    its call in the table at start, where `title` is not what it says.
+    words:    its call in the table at start, where it differs from `title`.
     """
 
     name: str
@@ -88,7 +88,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
             widest_on_hopper=256,
             capability=(8, 0),
             needs="cudnn",
-            # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: torch says so and leaves it out.
+            # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: torch prints so and leaves it out.
             not_deterministic="its backward pass is not deterministic; take flash, efficient, math or auto",
             tried_on=("cuda",),
             reaches={"hopper": 0.5, "ampere": 0.55},

@@ -44,7 +44,7 @@ class LossHead:
     rows:    tokens whose logits are there at a time.
     z_loss:  whether it knows `loss.z_loss`.
     refuses: formats of operands that it does not compute with.
-    because: why it refuses them; `{policy}` stands for the policy that asks for one.
+    because: why it refuses them; `{policy}` stands for the policy that needs one.
     reads_on_host: it reads values on the host, so that it cannot be part of one compiled program.
     not_deterministic: why no run on CUDA with it gives the same bits twice, and what does; empty where one can.
     package: of a library other than torch, what is imported and what is installed.
@@ -101,7 +101,7 @@ LOSS_HEADS: dict[str, LossHead] = {
             "chunks of {chunk} tokens, losses and gradients by one Triton kernel each, FP32 logits",
             _a_chunk,
             refuses=("fp64",),
-            because="its exponentials are FP32, and {policy} would not be what it says",
+            because="its exponentials are FP32, and {policy} would not hold",
             one_kernel=True,
         ),
         LossHead(
@@ -113,7 +113,7 @@ LOSS_HEADS: dict[str, LossHead] = {
             _as_large_as_the_input,
             library=True,
             refuses=("fp64",),
-            because="Liger's kernel computes in FP32, and {policy} would not be what it says",
+            because="Liger's kernel computes in FP32, and {policy} would not hold",
             reads_on_host=True,
             package=("liger_kernel", "liger-kernel"),
             wide_sums=True,

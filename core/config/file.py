@@ -193,7 +193,7 @@ def _parse(path: Path, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError):
-        # What tomllib itself does not foresee: numbers of thousands of digits, brackets in thousands of brackets.
+        # Faults that tomllib does not foresee: numbers of thousands of digits, brackets in thousands of brackets.
         raise UserError(f"{path}: not TOML that can be read: a number too long, or too deep a nesting") from None
 
 

@@ -75,7 +75,7 @@ def require_file(path: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # whoever opens it says what is wrong
+        return  # opening it raises the error
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise UserError(f"cannot read {path}: it is no file")
 

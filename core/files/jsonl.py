@@ -28,7 +28,7 @@ _BEYOND_THE_END = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 
 
 class DamagedLine(UserError):
-    """A line that is not what was written: says which file, and which line."""
+    """A line that is not what was written: names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class JsonLines:
         descriptor = self._file.fileno()
         try:
             before = os.fstat(descriptor)
-            # What goes on into a file that has no name any more is lost, and nobody would know.
+            # Lines written into a file that has no name any more are lost without an error.
             if not os.path.samestat(before, os.stat(self.path)):
                 raise UserError(f"cannot write {self.path}: it was replaced while it was written")
             try:

@@ -13,7 +13,7 @@ from typing import Self
 from lockstep.core.errors import UserError
 
 LOCK_NAME = ".lock"
-# What a file system says that has no locks, or whose server keeps none.
+# Errors of a file system that has no locks, or whose server keeps none.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 # `is_held` has a lock of its own for some microseconds: who meets with that one tries again.
 _TRIES, _PAUSE = 5, 0.02

@@ -52,7 +52,7 @@ def _clear_beside(path: Path) -> None:
     try:
         found = [entry for entry in path.parent.iterdir() if left_over.fullmatch(entry.name) and not entry.is_symlink()]
     except OSError:
-        return  # nothing can be made there, and making it says so
+        return  # nothing can be made there, and making it raises the error
     for folder in found:
         try:
             lock = FolderLock(folder)

@@ -18,7 +18,7 @@ from lockstep.core.files.atomic import read_whole
 
 # By version; 3.0 is for names of fields, of which there are none.
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-# Where a zip file without a comment says how many members it has.
+# Where a zip file without a comment holds its number of members.
 _COUNT = slice(-12, -10)
 
 
@@ -32,7 +32,7 @@ def arrays_of(raw: bytes, path: Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as members:
             damaged = _unbounded(members, len(raw))
-            # numpy reads no further than an array's own header says, so that a damaged header escapes the checksum.
+            # numpy reads no further than an array's own header states, so that a damaged header escapes the checksum.
             damaged = damaged or members.testzip()
             # Nor does zipfile count: a damaged length in its directory swallows the next member.
             if len(members.namelist()) != int.from_bytes(raw[_COUNT], "little"):

@@ -133,7 +133,7 @@ def _value(config: Mapping[str, Any], key: str, absent: Any, origin: str) -> Any
         return found
     if isinstance(absent, Key):
         found = config.get(absent.name)
-        # A value of another type is told of where that key itself is read.
+        # A value of another type is reported where that key itself is read.
         return found * absent.times if type(found) is int else found
     if absent is REQUIRED:
         raise UserError(f"{origin}: {key} is missing")

@@ -94,7 +94,7 @@ class HubFamily:
     some model of the family has; a model has those whose parameters are its own. head: their name of the head, tied or
     not. prefix: of their names, but the head's; files of the trunk alone lack it. constants: endings of tensors that
     old files hold and nobody reads. dropout: keys of rates that act in training alone, and not in our model. longest:
-    their key of the longest sequence; empty where a setting of the model says it.
+    their key of the longest sequence; empty where a setting of the model holds it.
     """
 
     name: str

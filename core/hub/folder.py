@@ -48,7 +48,7 @@ class HubFolder:
         """Read config.json and the headers of the weights.
 
         Raises UserError that names what is wrong: a file that is missing, cut short, no safetensors, a pickle, or
-        elsewhere; a tensor that is not where the index says, or whose numbers are no floats.
+        elsewhere; a tensor that is not where the index has it, or whose numbers are no floats.
         """
         self.path = path
         if not path.is_dir():

@@ -159,7 +159,7 @@ def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         save_file(dict(tensors), path, metadata={"format": "pt"})
         path.chmod(mode)  # safetensors lets nobody but the owner read it
         flush_folder(path)
-    except SafetensorError as error:  # what the disk says, in safetensors' words
+    except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error
 
 

@@ -67,7 +67,7 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
     `mlp`:       gate and up: 2·(their weights).
     `block`:     both, and attention's output projection, whose output the second half of the block starts from.
 
-    A part's last product (o_proj, down_proj) is not among them: nothing in the backward pass asks for its output, and
+    A part's last product (o_proj, down_proj) is not among them: nothing in the backward pass needs its output, and
     torch's checkpoint stops before it. With `keep_products` none are, but for attention by a kernel that is no operator
     of torch's own (flex, fa3). None under a memory budget: what is computed again is then the compiler's choice.
     """

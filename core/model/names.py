@@ -47,8 +47,8 @@ def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape
 def cancelled(model: ModelConfig) -> dict[str, str]:
     """Biases whose gradient is 0 in exact arithmetic → the weight beside them.
 
-    A bias of keys that no position turns adds one number to all scores of a query, and softmax does not see it. What
-    is computed is the rounding of a sum that cancels.
+    A bias of keys that no position turns adds one number to all scores of a query, and softmax does not see it. The
+    computed gradient is the rounding of a sum that cancels.
     """
     graph = graph_of(model)
     makers = [graph.by_tap[one.reads["k"]] for one in graph.operations if one.kind == "attention"]

@@ -74,7 +74,7 @@ def summed_edges(config: RunConfig, parts: Sequence[Window]) -> dict[str, frozen
 
 
 def device_bytes(config: RunConfig, rows: int, budget: float) -> float:
-    """Bytes on the device of the dearest window of all that a check asks for; without a budget of all of it."""
+    """Bytes on the device of the dearest window of a check's names; without a budget, of all at once."""
     sizes = _sizes(config, rows)
     asked = _names(graph_of(config.model, config.attention, config.loss).operations)
     parts = windows_of(config, asked, rows, budget) if budget else [Window(frozenset(asked))]

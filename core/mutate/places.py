@@ -138,7 +138,7 @@ def places(config: RunConfig) -> list[Place]:
 
 
 def _on_one_rank(place: Place) -> Place:
-    """Return a place as the last rank alone changes it. What it leaves behind after the step is its state.
+    """Return a place as the last rank alone changes it. Its state holds the change after the step.
 
     No operation gives what another one gave: parameters would lack a gradient, and the other ranks wait for it in vain.
     """

@@ -103,7 +103,7 @@ class Score:
 
     large, small, less: the mutants of each class that were found; less: those that move the step by up to SMALL.
     update: those that move the gradients by up to LARGE, and the update that follows from them by more.
-    named: of the large ones that were found, those that were named exactly. validation: those of what validation says,
+    named: of the large ones that were found, those that were named exactly. validation: those of validation's scores,
     which move no step. equivalent: mutants that change no bit. stopped: those that end the trainer. errors: those
     without a verdict.
     """
@@ -146,7 +146,7 @@ class Score:
             f"move it by 0.1 to 1 %:           {self.small} found",
             f"move it by less:                 {self.less} found",
             f"  of both, the update by over 1 %: {self.update} found",
-            f"move what validation says alone: {self.validation} found",
+            f"move validation's scores alone: {self.validation} found",
             f"change no bit: {self.equivalent}; end the trainer: {self.stopped}; no verdict: {self.errors}; "
             f"mutants: {self.mutants}",
         ]

@@ -1,7 +1,7 @@
 """The cost of a run's checks, from its configuration: bytes on the disk and in memory, and seconds on a CPU.
 
 A check gathers *evidence* (core/parity/evidence/gather.py) into a folder, and judges it a tensor, and the reference's
-passes a segment of the model, at a time. What it takes is bounded by `parity.disk_gb` and `parity.memory_gb`.
+passes a segment of the model, at a time. Its memory and disk are bounded by `parity.disk_gb` and `parity.memory_gb`.
 """
 
 from __future__ import annotations

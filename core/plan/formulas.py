@@ -103,7 +103,7 @@ def norm(z: Sizes, one: Operation) -> Part:
 
 
 class _Products:
-    """Linear layers on a tape: `z` says what casts they make."""
+    """Linear layers on a tape: `z` holds the casts they make."""
 
     def __init__(self, z: Sizes) -> None:
         self.z = z
@@ -365,7 +365,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
 def _activate(tape: Tape, z: Sizes, F: float) -> float:
     """From `gate` and `up` as layers write them to `act`; leaves those that the activation read under their names.
 
-    Returns the bytes of one of these. What a layer wrote lives on as `before gate` and `before up`, where that is
+    Returns the bytes of one of these. A layer's output lives on as `before gate` and `before up`, where that is
     another tensor: Python keeps the name.
     """
     written, narrow = float(z.kept("linear") * z.tokens * z.ffn), float(z.operand * z.tokens * z.ffn)

@@ -59,9 +59,9 @@ class Gpu:
         return self.peaks[operand] * share / self.in_a_step.get("attention", 1.0)
 
 
-# What products reach of the dense peak: Maximum Achievable Matmul FLOPS, measured with torch 2.6 and 2.7 (S. Bekman,
-# Machine Learning Engineering, compute/accelerator): H100 SXM 794.5 of 989 in bf16 and 1402.6 of 1979 in FP8, A100 SXM
-# 271.2 of 312, the A100 over PCIe 252.9. Products of FP32 and TF32 are taken to reach bf16's share.
+# The share of the dense peak that products reach: Maximum Achievable Matmul FLOPS, measured with torch 2.6 and 2.7
+# (S. Bekman, Machine Learning Engineering, compute/accelerator): H100 SXM 794.5 of 989 in bf16 and 1402.6 of 1979 in
+# FP8, A100 SXM 271.2 of 312, the A100 over PCIe 252.9. Products of FP32 and TF32 are taken to reach bf16's share.
 _MAMF = "achievable products: S. Bekman, Machine Learning Engineering, MAMF table"
 _HOPPER = {"bf16": 0.803, "fp16": 0.803, "fp8": 0.709}
 _AMPERE = {"bf16": 0.869, "fp16": 0.869}

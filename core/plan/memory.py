@@ -25,7 +25,7 @@ from lockstep.core.plan.sizes import Sizes, sizes_of
 # CUDA's context with the kernels of cuBLAS, cuDNN and torch, and cuBLAS's workspaces: an assumption (0.5 to 0.7 GB are
 # usual on Hopper). NCCL's buffers, for several ranks: another.
 CONTEXT, NCCL = 0.6e9, 0.4e9
-# What the caching allocator holds beyond the peak of what is allocated, as blocks do not fit together: an assumption.
+# The caching allocator's excess over the peak of what is allocated, as blocks do not fit together: an assumption.
 RESERVE = 0.04
 # The name of the residual sums among the saved activations.
 INPUTS = "block inputs"
@@ -91,8 +91,8 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     sums = [number for number, link in enumerate(links) if link.plan is None]
     last_half = sums[-2] if len(sums) > 1 else -1
     # The gradient that passes by each half is the caller's.
-    # What each half gives is in its own phase. On the CPU, Inductor keeps tensors of FP32 of rotations and norms for
-    # the next block, more where a block is computed again; these stand for them.
+    # The tensors that each half gives are in its own phase. On the CPU, Inductor keeps tensors of FP32 of rotations and
+    # norms for the next block, more where a block is computed again; these stand for them.
     given = (2 if "block" in chosen else 1) * D if z.fused and z.on_cpu else 0.0
     forward, anew, backward, waiting, names = Phase(), Phase(), Phase(), Phase(), 0.0
     saved: dict[str, float] = {}

@@ -2,7 +2,7 @@
 
 Published: Omkaar Kamath, "How to Train an LLM" (2025-26), one H100; the rows are core/bench/rows.py's. Its model is not
 Lockstep's: torch.autocast leaves outputs of products and logits in bf16, and its loss is `cross_entropy` of those.
-`autocast` of core/plan/sizes.py says so; nothing else is set for these rows, and nothing is fitted to them.
+`autocast` of core/plan/sizes.py sets that; nothing else is set for these rows, and nothing is fitted to them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     attention   3.5 forward passes (2 + 5 products, Dao 2023) at its kernel's share of the peak
                 both as much slower as they were measured to be in a step at the GPU's limit of power, where they were
     recompute   the forward FLOPs of what is computed again, at the same rates
-    memory      every tensor that a pass makes is written once and read once (core/plan/parts.py says which are made);
+    memory      every tensor that a pass makes is written once and read once (core/plan/parts.py lists them);
                 where FP8's scales are of the numbers that are cast, these are read once more before, for the largest
     optimizer   weights and moments read and written, gradients read (core/model/budget.py); Muon's products likewise
     clipping    gradients read for the norm, and read and written
@@ -30,7 +30,7 @@ from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.memory import passes
 from lockstep.core.plan.sizes import sizes_of
 
-# What simple kernels reach of a GPU's bandwidth: an assumption (copies reach 0.9 to 0.93 on A100 and H100).
+# The share of a GPU's bandwidth that simple kernels reach: an assumption (copies reach 0.9 to 0.93 on A100 and H100).
 BANDWIDTH_SHARE = 0.9
 # GPUs in one node, and bytes/s a GPU has to other nodes in one direction: 400 Gbit/s a GPU, an assumption.
 NODE, NETWORK = 8, 50e9

@@ -78,7 +78,7 @@ def _parts(events: Sequence[Event], window: Span) -> dict[str, list[Span]]:
     return {name: spans for name, spans in found.items() if spans}
 
 
-# What took time: (name, kind, when, how long by itself, when it was asked for)
+# The work that took time: (name, kind, when, how long by itself, when it was asked for)
 _Work = list[tuple[Event, str, float, float]]
 
 

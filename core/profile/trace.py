@@ -15,7 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_whole
 from lockstep.core.profile.intervals import Span
 
-# What a GPU does, and what a program asks of it.
+# The work of a GPU, and a program's calls for it.
 KERNEL, COPIES, CALLS = "kernel", ("gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 OPERATOR, RANGE = "cpu_op", "user_annotation"
 # Names of ranges: a step of the profiler's own, and the parts of a step (torch_backend/tools/nvtx.py).

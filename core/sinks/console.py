@@ -58,7 +58,7 @@ class ConsoleSink:
         before, self._latest = self._latest, record
         if self._first is None:
             self._first = record.step
-        else:  # the first step compiles, which says nothing about the others
+        else:  # the first step compiles, so its time is no measure of the others
             self._pace.append(record.seconds)
         self._val_loss = record.metrics.get("val/loss", self._val_loss)
         self._summary.add(record)

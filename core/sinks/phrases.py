@@ -90,7 +90,7 @@ def check_line(check: Check) -> str:
 
 
 def headline(verdict: str, idle: Sequence[str]) -> str:
-    """`agreed; not exercised: document mask, clipping`. idle: levers that agreement says nothing of."""
+    """`agreed; not exercised: document mask, clipping`. idle: levers that the agreement does not cover."""
     said = f"; not exercised: {', '.join(idle)}" if idle and verdict == "agreed" else ""
     return verdict.replace("_", " ") + said
 

@@ -1,8 +1,7 @@
 """The start of a deterministic run: its first step, repeated from one state, must give the same bits.
 
 With `deterministic = true` a session refuses what has no deterministic kernel (torch_backend/tools/deterministic.py).
-That is what libraries say of themselves, so it is tried before anything is trained. Bits are promised on one machine
-with one
+Libraries declare that themselves, so it is tried before anything is trained. Bits are promised on one machine with one
 number of threads and one set of versions: a run goes on nowhere else.
 """
 
@@ -40,7 +39,7 @@ class Proof:
 
     step: which one was repeated. gradients: how many were the same bits, the loss and the losses of tokens besides.
     costs: time of the forward and backward pass of a micro-batch a rank / the same without the setting, one after the
-    other, several times; empty where it was not measured, and `unmeasured` says why.
+    other, several times; empty where it was not measured, and `unmeasured` gives the reason.
     """
 
     step: int

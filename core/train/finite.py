@@ -26,7 +26,7 @@ class NotFinite(UserError):
 
 
 def is_finite(record: StepRecord) -> bool:
-    """Return whether a step may count: one that is finite, or one that the session says it has left out."""
+    """Return whether a step may count: one that is finite, or one that the session reports as left out."""
     said = SCALE in record.metrics or record.left_out is not None
     return said or (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
 

@@ -50,7 +50,7 @@ def _wrong(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> It
         yield f"loss_weight {record.loss_weight:.9g}, where the batch weighs {weight:.9g}"
     lr = learning_rate(config.optim, step, config.train.steps)
     if not scalar_bounds.learning_rate(record.lr, lr).ok:
-        yield f"lr {record.lr:.9g}, where the schedule says {lr:.9g}"
+        yield f"lr {record.lr:.9g}, where the schedule has {lr:.9g}"
     if math.isfinite(record.grad_norm):
         dtype: np.dtype[np.floating] = np.dtype(np.float64 if config.precision.exact else np.float32)
         if not scalar_bounds.clip_coefficient(record.clip_coefficient, record.grad_norm, config.optim, dtype).ok:

@@ -151,7 +151,7 @@ def step_records(
 
 
 def looks_due(config: RunConfig, step: int) -> bool:
-    """Return whether something looks at the session's state after this step: validation, a metric, or a sample."""
+    """Return whether something reads the session's state after this step: validation, a metric, or a sample."""
     log = config.log
     intervals = config.eval.every, log.fp32_loss_every, log.attention_logits_every, log.sample_every
     return any(due(every, step, config.train.steps) for every in intervals)
@@ -243,12 +243,12 @@ def train(
 ) -> Ending:
     """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
 
-    Every record and check goes to the sinks as it comes, and what `alarm` says of a check that disagreed. A checkpoint
+    Every record and check goes to the sinks as it comes, and `alarm`'s result for a check that disagreed. A checkpoint
     is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
-    run is to stop there (`parity.on_alarm`). docs/guide/guards.md says what becomes of a run that meets with a fault.
+    run is to stop there (`parity.on_alarm`). docs/guide/guards.md describes how a run handles a fault.
 
-    Every rank runs this. Rank 0 alone has the run's directory, and sinks; `run` is None on the others. What it alone
-    knows (which checks have come back, what the disk has refused) the others hear of where they act on it.
+    Every rank runs this. Rank 0 alone has the run's directory, and sinks; `run` is None on the others. Facts that it
+    alone knows (which checks have come back, what the disk has refused) it sends to the others where they act on them.
 
     Raises NotFinite after all checks that are out have come back, LoaderError after a checkpoint, and what the session,
     a sink or a checkpoint raises.
@@ -283,7 +283,7 @@ def train(
                 if any(ranks.gather(interrupted.is_set(), f"`end step {done}`")):
                     break
         except (NotFinite, WrongRecord):
-            if watch is not None:  # the step may be among what is out, or one before it that says why
+            if watch is not None:  # a check that is out, of this step or one before it, may explain the error
                 _wait_for(watch, checks, sinks, config.parity.timeout_seconds)
             raise
         except LoaderError:

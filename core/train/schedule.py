@@ -57,7 +57,7 @@ def _left(optim: OptimConfig, done: float) -> float:
 
 
 def sequence_length(train: TrainConfig, step: int) -> int:
-    """Tokens a sequence of step `step` (from 1), as `train.curriculum` says; beyond the last step, of the last one."""
+    """Tokens a sequence of step `step` (from 1), by `train.curriculum`; beyond the last step, of the last one."""
     found = pieces(train.curriculum)
     if not found:
         return train.sequence_length

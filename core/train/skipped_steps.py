@@ -26,7 +26,7 @@ def leaves_out(config: RunConfig) -> bool:
 
 
 def is_made(config: RunConfig, loss: float, grad_norm: float) -> bool:
-    """Return whether a step with this loss and gradient norm may change anything. FP16 asks only for its gradients."""
+    """Return whether a step with this loss and gradient norm may change anything. FP16 needs only finite gradients."""
     return math.isfinite(grad_norm) and (config.precision.chosen.scaled or math.isfinite(loss))
 
 

@@ -42,8 +42,7 @@ class Stalls:
     def split_step(self, told: Mapping[str, float], rest: str) -> None:
         """Split what was charged to `compute` as the session tells of its step (`Timed`), and the rest of it to `rest`.
 
-        It gives away no more than it has, so that nothing is counted twice. Of a session that tells nothing it keeps
-        all.
+        It gives away no more than it has, so that nothing is counted twice. If a session reports nothing, it keeps all.
         """
         if not told:
             return

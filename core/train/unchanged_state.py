@@ -1,4 +1,4 @@
-"""Hold what only looks at a session to leaving its state alone: validation, samples, checkpoints, and checks.
+"""Check that operations which only read a session leave its state alone: validation, samples, checkpoints, and checks.
 
 A session that validates on averaged weights and keeps them, or casts its weights to write them, trains on from another
 state than its steps have made. No check sees that: each begins from the state that it finds.
@@ -17,11 +17,11 @@ NAMED = 3
 
 
 class StateChanged(UserError):
-    """Something that only looks at a session has changed its state."""
+    """An operation that only reads a session has changed its state."""
 
 
 class UnchangedState:
-    """Tell what has changed in a session's state since it was last asked. Every rank of the session asks.
+    """Tell what has changed in a session's state since the last call. Every rank of the session calls it.
 
     Raises NotSupported where the session tells no checksums.
     """

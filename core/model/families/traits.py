@@ -41,7 +41,7 @@ class Traits:
         return own == Traits()
 
     def biased(self, model: ModelConfig, projections: Literal["qkv_bias", "o_bias", "mlp_bias"]) -> bool:
-        """Return whether projections have biases: as the family says, or else the run file."""
+        """Return whether projections have biases: by the family, or else by the run file."""
         fixed: bool | None = getattr(self, projections)
         return bool(getattr(model, projections)) if fixed is None else fixed
 

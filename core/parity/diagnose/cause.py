@@ -1,7 +1,7 @@
 """The cause finder: run the flagged step again with one thing changed at a time.
 
 A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
-torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is told. Where the origin is
+torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is given. Where the origin is
 gone with nothing changed as well, no change is its cause.
 """
 
@@ -151,7 +151,7 @@ def find_cause(
     """Try every variation on the step of `evidence`.
 
     check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
-    (no such device, no bounds for its recipe) is listed with the reason, and says nothing.
+    (no such device, no bounds for its recipe) is listed with the reason, and is no evidence.
     """
     # A variation changes one thing alone: what stands for `auto` is not chosen anew for it.
     config = settled(config, config.device)

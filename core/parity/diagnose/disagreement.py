@@ -87,7 +87,8 @@ def sound(
     find_cause: words for the cause (core/parity/diagnose/cause.py), asked only if the fault repeats or nobody knows.
 
     Every rank of a session calls it, and rank 0 packs. Never raises for a capsule that cannot be written: the alarm
-    says so. Raises UserError if the session does not take its state back, since training on would not be training on.
+    reports it. Raises UserError if the session does not take its state back, since training on would not be training
+    on.
     """
     ranks = ranks_of(session)
     # The next steps depend on rank 0's, on every rank. No rank still reads the evidence when rank 0 packs it.

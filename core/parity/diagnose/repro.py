@@ -217,7 +217,7 @@ def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared])
             others = [array for array in shown if array is not None]
             own = evidence.taps.get(GRADIENT + total)
             if own is None or len(others) != len(parts):
-                continue  # what this stage alone sent cannot be told
+                continue  # this stage's own part is not known
             found[f"others.{role}"] = np.sum([a.astype(np.float64) for a in others], 0)
         if own is None:  # nothing came back: that is a gradient of zeros
             own = np.zeros_like(evidence.taps[total] if role in stage.reads else evidence.before.params[total])

@@ -11,7 +11,7 @@ from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.update import flat
 
-# What a step's record holds besides its arithmetic.
+# The fields of a step's record besides its arithmetic.
 CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 
 

@@ -47,7 +47,7 @@ class Behind:
 
 
 class BehindStore(FolderStore):
-    """A folder that is written behind whoever puts into it. Who reads waits until all is written.
+    """A folder that a thread writes behind `put`. Reading waits until all is written.
 
     What the disk refuses is raised by the next `put`, or by whoever reads. `close` ends the thread.
     """

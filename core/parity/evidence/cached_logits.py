@@ -26,7 +26,7 @@ LOGITS_MADE = ALONE + ALONE_FROM_START + ALONE_FROM_DRAWN + ALONE_SECOND + 4 + 2
 def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arrays, missing: list[str]) -> Arrays:
     """Return logits (n, V) of what follows the first tokens of a sequence, and the number of those tokens, int32 (n,).
 
-    The sequence is the first one of `tapped` that has weight, or its first document, where attention asks for them. A
+    The sequence is the first one of `tapped` that has weight, or its first document, where attention uses them. A
     cache may be wrong behind a short prompt alone, after some tokens, at the first place of a page, or where another
     prompt was before: so it begins in several places, one of them drawn by the micro-batch, and serves a second prompt.
     `missing` gets what is not made. taps: the candidate's: without logits there is nothing to hold these to.

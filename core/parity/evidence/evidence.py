@@ -45,10 +45,10 @@ class Evidence:
     accumulated: gradients of several micro-batches apart and together. reloaded: the state after a checkpoint of
     `after` was written, read back and loaded.
     reduced: of several ranks, gradients of each rank's micro-batches by themselves, and reduced. ranks: what each rank
-    says of the step, rank 0 first.
+    reports of the step, rank 0 first.
     rechecked: whether `tapped` was chosen by a recheck of other rows (core/parity/diagnose/recheck_rows.py).
     not_covered: what the candidate could not do, in words. seconds: what gathering cost, without the step itself.
-    not_finite: where the session says that its step was not finite, and so left out; empty if it was made.
+    not_finite: where the session reports that its step was not finite, and so left out; empty if it was made.
     evaluated: scores of those sequences before the step, their largest attention logits, and logits as sampling makes
     them (core/parity/evidence/evaluation.py, attention_logits.py, cached_logits.py); empty if there are none.
     misread: elements of each of the batch's arrays that lay otherwise on the device, where they were read back.
@@ -61,7 +61,7 @@ class Evidence:
     step, and when that state has been loaded.
     changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
     in_a_row: what differs in two steps that are made with nothing between them (core/parity/evidence/in_a_row.py).
-    hidden_taps: forward taps that the session says it cannot show.
+    hidden_taps: forward taps that the session cannot show, as it reports.
     miscounted: parameters of which the optimizer counts another number of updates after the step, in words.
     probed_amaxes, own_amaxes, step_amaxes: of `tapped`, of each of the step's micro-batches (in the step where
     own_in_step, else apart from it), and of the step, what the pass saw, by layer (`ShowsAmaxes`). tapped_amaxes: the

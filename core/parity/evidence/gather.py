@@ -45,7 +45,7 @@ def gather(
     store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
     validation: what is due after the step; the record then has its metrics.
     ahead: whether a thorough check of a run's first step also makes it as later ones. It then finds what begins later,
-    which is not wanted of one that asks when a fault began.
+    which is not wanted in a search for a fault's first step.
 
     Into a store of several ranks each rank puts what it holds, and its evidence is as much: `place.of_all_ranks`.
 

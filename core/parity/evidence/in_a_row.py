@@ -317,7 +317,7 @@ def _compared(
             if made is not None:
                 found[key] = on_any(ranks, made.differs_from(apart.second))
     if not found[LOADED] and any(found.values()):
-        # Some programs do not repeat their bits. What is accused is there again, alike in every bit.
+        # Some programs do not repeat their bits. A difference that is reported is there again, alike in every bit.
         (second_again, third_again), again = runs.at_once(), runs.with_a_check_between()
         ours = second, third, apart.first, apart.second, apart.third
         theirs = second_again, third_again, again.first, again.second, again.third

@@ -143,7 +143,7 @@ def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str]
     """Read a folder's index: its entries, and by name the SHA-256 of its documents, the sizes of its files and headers.
 
     Indexes of an earlier Lockstep have no SHA-256 of headers. Raises UserError if the index is missing, damaged, of
-    another schema, or says what cannot be, and if one of its files is missing, of another size or of another header.
+    another schema or impossible, and if one of its files is missing, of another size or of another header.
     """
     path = folder / name
     found = read_sealed_json(path, indent=None, remedy=_REMEDY)

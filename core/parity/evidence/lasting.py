@@ -66,7 +66,7 @@ class LastingStore(NoStore):
         if self._lost is not None:
             self._store.remove()
             return
-        with contextlib.suppress(UserError):  # rank 0 says that the evidence is lost
+        with contextlib.suppress(UserError):  # rank 0 reports that the evidence is lost
             self._store.finish()
 
     def finish(self, save: Callable[[FolderStore], object], place: Path) -> None:

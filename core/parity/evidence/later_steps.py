@@ -163,7 +163,7 @@ def _unlike(session: Session) -> tuple[str, ...] | None:
     """Name what other ranks do not have as rank 0 has it after a step; None where they do not tell."""
     try:
         first, *others = ask(session, ReportsRanks).rank_reports()
-    except NotSupported:  # the step itself lacks them too, and says so
+    except NotSupported:  # the step itself lacks them too, and reports it
         return None
     return tuple(f"{name}{ON_RANK}{rank}" for rank, one in enumerate(others, 1) for name in _apart(first, one))
 

@@ -31,8 +31,8 @@ def left_out(
     """Make the step with a gain of NaN; return, under LEFT_OUT, names of what is wrong of it.
 
     They are fields of its record that are finite, and arrays and counts of the state that are not as such a step leaves
-    them; of several ranks with the rank. Nothing is returned where the session makes the step, says that it is not
-    finite, and the run does not ask for more. after: the state after the step, which the session has again at the end.
+    them; of several ranks with the rank. Nothing is returned where the session makes the step, reports that it is not
+    finite, and the run requires no more. after: the state after the step, which the session has again at the end.
     `missing` gets, in words, what could not be done. Every rank calls it.
     """
     load, ranks = ask(session, Loads).load, ranks_of(session)
@@ -70,7 +70,7 @@ def _wrong(
     if hidden or not sums:
         return hidden
     if not told and not leaves_out(config):
-        missing.append(f"leaving out {WHAT}: the session makes it; its record says loss {record.loss:g}")
+        missing.append(f"leaving out {WHAT}: the session makes it; its record has loss {record.loss:g}")
         return None
     due = dict(sums)
     if leaves_out(config):

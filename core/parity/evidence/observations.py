@@ -2,7 +2,7 @@
 
 The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) ASCII, `sketch`
 (N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`, a JSON
-object as text, whose `schema` says how to read the rest.
+object as text, whose `schema` is the version of the format.
 """
 
 from __future__ import annotations

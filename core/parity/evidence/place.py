@@ -35,7 +35,7 @@ def return_large_blocks(config: RunConfig) -> None:
     """On each of several ranks, where a check is large: have the C library give large blocks back as they are freed.
 
     glibc raises the size of what it gives back up to 32 MiB, and keeps freed blocks below it among small ones that are
-    still in use: of a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. Of one rank
+    still in use: on a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. On one rank
     alone they are little, and blocks that the system zeroes each time cost a twentieth of a check's time, and of a
     small model's steps. It lasts as long as the process. Nothing happens where the C library cannot be asked.
     """
@@ -76,7 +76,7 @@ def store_for(config: RunConfig, ranks: Ranks = ONE) -> Iterator[Store]:
         of_rank = FolderStore.create(folder, ranks.count, config.parallel.timeout_seconds)
         ranks.of_first(lambda: str(folder))
         yield of_rank
-        # Who still reads it has come here too.
+        # Every rank that still reads it has come here too.
         ranks.gather(None)
 
 

@@ -13,7 +13,7 @@ from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_
 
 
 def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
-    """Return the first micro-batch; where attention asks for documents, the first with several in a sequence."""
+    """Return the first micro-batch; where attention uses documents, the first with several in a sequence."""
     micros = batch.cut(config.train)
     if config.attention.needs_documents:
         return next((micro for micro in micros if sequences_of_several_documents(micro).size), micros[0])
@@ -23,7 +23,7 @@ def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
     """Return `probe_batch` for a run: where sequences share the scales of FP8, all of them have weight.
 
-    Where attention asks for documents, one of the sequences holds several, if any does. Where sequences do not share
+    Where attention uses documents, one of the sequences holds several, if any does. Where sequences do not share
     scales, an end of text is among the inputs and the targets with weight, if the batch knows its id.
     seed: of the loss weights, by default the run's.
     """

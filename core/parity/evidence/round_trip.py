@@ -50,7 +50,7 @@ def round_trip(
                     restore_checkpoint(written, ask(session, Restores).restore)
                     restored()
             load(loaded)
-    except (NotSupported, ValueError, KeyError) as reason:  # what is wrong with its names, the check says itself
+    except (NotSupported, ValueError, KeyError) as reason:  # the check itself reports wrong names
         missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
         return None
     reloaded = state_into(store, "reloaded", session)

@@ -53,7 +53,7 @@ from lockstep.core.parity.evidence.index import (
 )
 from lockstep.core.run.ranks import Ranks
 
-# So often rank 0 looks whether the other ranks have put everything.
+# Seconds between rank 0's tests whether the other ranks have put everything.
 LOOK_SECONDS = 0.02
 
 
@@ -167,10 +167,10 @@ class FolderStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Whose part this is, of how many, and how long rank 0 waits for the others, in seconds.
+        # This part's rank, the number of ranks, and how long rank 0 waits for the others, in seconds.
         self.rank, self.ranks, self._patience = 0, 1, 0.0
         self._entries: Entries = {}
-        # Of rank 0, to read.
+        # On rank 0, to read.
         self._lent: Entries = {}
         self._documents: dict[str, str] = {}
         self._same: dict[tuple[Any, ...], Entry] = {}
@@ -357,7 +357,7 @@ class FolderStore:
         return sizes, headers
 
     def remove(self) -> None:
-        """As in `Store`: its folder. Another rank leaves it to rank 0, and says that its own part is lost."""
+        """As in `Store`: its folder. Another rank leaves it to rank 0, and reports that its own part is lost."""
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             return

@@ -15,7 +15,7 @@ from lockstep.core.streams import TAPS, stream_taps
 
 
 def observed_names(config: RunConfig) -> list[str]:
-    """Return every name that a full check asks of a candidate's taps."""
+    """Return every name that a full check reads of a candidate's taps."""
     taps, parameters = tap_names(config.model), list(parameter_shapes(config.model))
     probed = (*taps, *edge_names(config.model), *parameters)
     return [*taps, *(GRADIENT + name for name in probed)]

@@ -26,7 +26,7 @@ LEAST_DRAWS = 3
 
 
 def draws_of(numbers: int) -> int:
-    """Return how many draws are made where nobody says: few numbers need more of them, and many cost more."""
+    """Return how many draws are made by default: few numbers need more of them, and many cost more."""
     return next((count for size, count in COUNTS if numbers <= size), LEAST_DRAWS)
 
 

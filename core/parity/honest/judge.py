@@ -55,7 +55,7 @@ def judge(
             f"plain gives no gradient to {', '.join(wanted)}: differentiate=False compares the forward alone"
         )
     if all(one.ok for one in found) and (
-        untold := [f"nothing can be told of {o.name}: {o.untold}" for o in found if o.untold]
+        untold := [f"nothing can be judged of {o.name}: {o.untold}" for o in found if o.untold]
     ):
         raise UserError(*untold)
     return _named_after_others(found, sides)

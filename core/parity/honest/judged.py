@@ -30,7 +30,7 @@ NO_DIGIT, NOTHING = 0.5, 1e6
 class Judged:
     """One output or gradient.
 
-    failures: what is wrong by itself (missing, shape, not finite). untold: why nothing can be told of it. at: index,
+    failures: what is wrong by itself (missing, shape, not finite). untold: why it cannot be judged. at: index,
     draw and the numbers of mine, plain and truth where mine is worst. default: whether torch.testing.assert_close would
     have let it through, and what it would have said.
     """
@@ -127,7 +127,7 @@ def _finite(
 
 
 def _what_it_is(own: Sequence[np.ndarray], exact: Sequence[np.ndarray], found: Measured) -> list[str]:
-    """Words for what a wrong result looks like."""
+    """Words for the form of a wrong result."""
     words = explain(Direction.of(found.ratio, found.residual), {}, found.own)[:1]
     if np.any(exact[0]) and not any(np.any(c) for c in own):
         words.append("all numbers are zero")

@@ -8,7 +8,7 @@ of every measure is the twin's own error, floored by what no kernel can do witho
 
 n is how many numbers of one input, or of one output's gradient, a number of the result depends on, found by changing
 one number of each. κ is the result's response to independent relative changes of everything that goes in. ρ = 0.21 ulp
-is the root mean square of one rounding. Of n terms of size τ, κ = √n·τ. If their signs differ, a partial sum of k terms
+is the root mean square of one rounding. For n terms of size τ, κ = √n·τ. If signs differ, a partial sum of k terms
 is √k·τ large and the roundings' variance is ρ²·n²·τ²/2 = ρ²·(n/2)·κ²; if all have one sign, k·τ, and ρ²·n³·τ²/3 =
 ρ²·(n/3)·t². Other orders of summation do better::
 
@@ -18,8 +18,9 @@ is √k·τ large and the roundings' variance is ρ²·n²·τ²/2 = ρ²·(n/2)
     largest  max over elements and draws of |c − t| / u, in units of the twin's; u² from the twin's rows and columns
     gain     ⟨c − w, t⟩ / ⟨t, t⟩
 
-A row is what stands along the last axis. What rounds once a row, such as the reciprocal norm or the sum of a softmax,
-makes a row longer or shorter as a whole; beside as many roundings as it has elements it drowns in all but `lengths`.
+A row lies along the last axis. An operation that rounds once a row, such as the reciprocal norm or the sum of a
+softmax, makes a row longer or shorter as a whole; beside as many roundings as it has elements it drowns in all but
+`lengths`.
 
 **Bounds.** Each draw of the twin is measured against the other draws as if it were a kernel's. The largest that it
 reaches, and 1 at least, is what chance does. A bound is that, times ROOM, times MARGIN raised to the scatter of few

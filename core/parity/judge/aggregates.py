@@ -1,8 +1,8 @@
 """Geometric means of excess over the checks of a run: a step's errors scatter, their mean over many tensors hardly.
 
-A candidate that shows gradients and NLL alone is judged end to end, where one tensor's ratio of errors says little: its
-bound is five times the extreme of clean runs. The mean over all parameters scatters by a tenth of that, and the mean of
-those over checks by a third of it again.
+A candidate that shows gradients and NLL alone is judged end to end, where one tensor's ratio of errors shows little:
+its bound is five times the extreme of clean runs. The mean over all parameters scatters by a tenth of that, and the
+mean of those over checks by a third of it again.
 """
 
 from __future__ import annotations

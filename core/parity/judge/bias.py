@@ -18,7 +18,7 @@ n is the number of independent numbers, at most the sketch's 1,021.
 expectation by (G / MARGIN)·√(2·ln(2/p) / T) with probability at most p (Azuma 1967; neither normal nor alike). It never
 passes G, as then one check alone did.
 
-**What is systematic and honest.** Two correct libraries do not differ at random alone: FMA or not, rsqrt or 1/√. In
+**Systematic and honest differences.** Two correct libraries do not differ at random alone: FMA or not, rsqrt or 1/√. In
 300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
 0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016) and that of the gain 0.25·G (first moments, where
 the twin's compiler fuses the multiply and the add; RMSNorm 0.13·G, attention 0.11·G). Without an allowance every one of
@@ -35,7 +35,7 @@ MARGIN² = 4: ρ ≤ 0.6 keeps within the bound however long the run. Measured: 
 the twin's error, which is added to D, β and the bound of U.
 
 **What it finds.** After T checks a constant part of b > bound(B)/√T, falling from D to β: with D = 0.3 it is 0.045
-after 200 checks. A pure length error of u > bound(U), falling from G to G/2. What is smaller than β and G/2 is never
+after 200 checks. A pure length error of u > bound(U), falling from G to G/2. A bias smaller than β and G/2 is never
 found.
 
 **A bias that begins late** drowns in the history: after 5,000 clean checks it needs hundreds more. So a second sum
@@ -65,7 +65,7 @@ Key = tuple[str, ...]
 MEMORIES = (1.0, 0.99)
 SUFFIXES = ("", "_recent")
 # Chance that one honest statistic passes its bound. 10,000 checks of 500 comparisons, four statistics each, are 2e7
-# looks, so one run in 50,000 has a false alarm if all were as near as the bounds allow.
+# tests, so one run in 50,000 has a false alarm if all were as near as the bounds allow.
 CHANCE = 1e-12
 # Systematic differences between correct libraries: twice what 300 real checks showed (see above). The distance's is a
 # share of D, but never more than SYSTEMATIC_MOST of the twin's error: where D is large it is chaos that makes it so.

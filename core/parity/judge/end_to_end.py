@@ -1,7 +1,7 @@
 """End-to-end checks: what the candidate's step carries after everything upstream, from sketches alone.
 
-Both sides start from the candidate's state and the same batch. What is compared is what `observations/` keeps, so that
-a check beside the run and a replay from its recorded sketches are one computation.
+Both sides start from the candidate's state and the same batch. The numbers compared are those in `observations/`, so
+that a check beside the run and a replay from its recorded sketches are one computation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def repeat(
     Raises NotSupported if the reference gives no gradients.
     """
     model = reference.config.model
-    # What has no weight contributes nothing: the reference leaves it out.
+    # A token without weight contributes nothing: the reference leaves it out.
     part = weighted_part(tapped)
     one_batch = _same(probe, tapped)
     gradients = [PARAMETER + name for name in parameter_shapes(model)]

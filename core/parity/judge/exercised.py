@@ -1,4 +1,4 @@
-"""Levers of a run that a check never saw at work: agreement says nothing of them.
+"""Levers of a run that a check never saw at work: agreement does not cover them.
 
 A document mask masks nothing where no sequence holds two documents, and clipping clips nothing below its norm: a
 trainer that lacks them makes the same step.
@@ -22,7 +22,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 def not_exercised(evidence: Evidence, config: RunConfig) -> dict[str, str]:
-    """Levers that are on, and did nothing in what was compared → why; empty where `not_covered` says it already."""
+    """Levers that are on, and did nothing in what was compared → why; empty where `not_covered` lists it already."""
     return dict(_not_exercised(evidence, config))
 
 

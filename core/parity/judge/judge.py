@@ -51,7 +51,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
     return reference.ranks.of_first(lambda: _judge(evidence, reference), "`hear the verdict`")
 
 
-# What is not finite in a candidate is a finding, not a warning.
+# A number that is not finite in a candidate is a finding, not a warning.
 @np.errstate(invalid="ignore", over="ignore")
 def _judge(evidence: Evidence, reference: Reference) -> Check:
     started = time.perf_counter()

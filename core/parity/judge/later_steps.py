@@ -93,7 +93,7 @@ def as_step_of(tap: str, evidence: Evidence, config: RunConfig) -> tuple[str, Ev
 
 
 def _as_step(evidence: Evidence, moved: Moved, record: StepRecord, config: RunConfig) -> Evidence:
-    """Return evidence of which a later step is the step: for `Updated`, which looks at nothing but its update."""
+    """Return evidence of which a later step is the step: for `Updated`, which reads nothing but its update."""
     starts = {name: where.start for name, (where, _) in parts_of_all(config, moved.number - 1).items()}
     optimizer = {kind: Cut(arrays, starts) for kind, arrays in moved.after.optimizer.items()}
     return replace(

@@ -10,7 +10,7 @@ from lockstep.core.parity.measures.verdict import Finding
 
 
 def with_typical_lengths(findings: Sequence[Finding], known: Mapping[str, float]) -> list[Finding]:
-    """Return the findings; where those of one stage are off by a count in the median, its first broken one says so.
+    """Return the findings; if one stage's are off by a count in the median, its first broken one has a note of it.
 
     known: numbers of the step (`known_scalars`). A stage in which a tensor's own length was named is left as it is.
     """

@@ -96,7 +96,7 @@ def stages(
             variant = f"{stage.id}/fp8" if in_fp8(reference.config, stage) else stage.id
             of_variant = with_amaxes(stage, inputs, amaxes)
             w, t = _run(stage, variant, of_variant, reference)
-        except ValueError as error:  # shapes that do not fit together: the tap's own comparison says so
+        except ValueError as error:  # shapes that do not fit together: the tap's own comparison reports it
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
         kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, of_variant, w, t)
@@ -266,7 +266,7 @@ def _rounded_sum(
     return finding(stage, name, "local", (measure,), whole.size, float(np.mean(whole != total)), phase="backward")
 
 
-# What a rank's record says → the link that it belongs to.
+# A field of a rank's record → the link that it belongs to.
 OF_EVERY_RANK = {
     "digest": "tokens",
     "step": "step_count",

@@ -1,6 +1,6 @@
 """Geometric means over layers of the excess of one tensor of theirs, end to end.
 
-One tensor's ratio of errors says little end to end: its bound is five times the extreme of clean runs. A fault in one
+One tensor's ratio of errors shows little end to end: its bound is five times the extreme of clean runs. A fault in one
 kind of layer alone (queries and keys, say) is a small part of the mean over all parameters, and all of the mean of that
 parameter over the layers.
 """

@@ -1,4 +1,4 @@
-"""Hold the gradients that each rank has after the reduction to rank 0's: a sum has one value, whoever asks for it.
+"""Hold the gradients that each rank has after the reduction to rank 0's: a sum has one value on every rank.
 
 Rank 0's own are judged as those of one process are. A rank whose gradients were not reduced, or not all of them, would
 go on with other weights.

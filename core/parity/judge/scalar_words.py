@@ -14,7 +14,7 @@ from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.train.schedule import learning_rate
 
-# So many names of one number are told: more would say nothing.
+# The most names of one number that are listed: more would not help.
 MOST = 2
 
 

@@ -102,7 +102,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         basis = "equal bits, with core/model/init.py"
         note = ", ".join(name for name, count in differ.items() if count)
         yield exact("weights", "initial", sum(differ.values()), sum(map(math.prod, shapes.values())), basis, note)
-    basis = "what only looks at a state leaves it alone: equal checksums before and after"
+    basis = "an operation that only reads a state leaves it alone: equal checksums before and after"
     for what, changed in evidence.changed.items():
         yield exact("weights", f"after {what}", len(changed), len(shapes), basis, ", ".join(changed[:5]))
 
@@ -368,8 +368,8 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     """Two steps with nothing between them are the same two with a check between them: equal bits.
 
-    The first difference in a step's arithmetic names the link. The judge asks only where every other link holds: a
-    fault in one of those may act in one of the two alone.
+    The first difference in a step's arithmetic names the link. The judge compares them only where every other link
+    holds: a fault in one of those may act in one of the two alone.
     """
     found = evidence.in_a_row
     if not found:
@@ -417,7 +417,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         yield exact("checkpoint", TAPS[LAST_WRITTEN], len(wrong), max(len(wrong), 1), basis, note)
     if LEFT_OUT in found:
         wrong = found[LEFT_OUT]
-        basis = "a step with a weight of NaN says so and changes nothing but its counts: equal checksums"
+        basis = "a step with a weight of NaN reports it and changes nothing but its counts: equal checksums"
         note = f"{', '.join(wrong[:5])}: as of a step that is finite" if wrong else ""
         stage = _first_link(wrong, evidence.after)
         scalars = {name.partition(ON_RANK)[0] for name in wrong} & evidence.after.scalars.keys()

@@ -56,7 +56,7 @@ FP8 = replace(FP8_FAST, promoted=128)
 # A product is rounded once more. An error of one roundoff makes this share of its elements fall otherwise, since an
 # element is anywhere between two numbers of the format, and these are one or two roundoffs apart.
 FLIPS = 2.0
-# The largest element, row or column may be so much farther off than the norm says: measured 3.8 in FP8, 1.9 else.
+# The largest element, row or column may be so much farther off than the norm suggests: measured 3.8 in FP8, 1.9 else.
 PEAK = 4.0
 
 

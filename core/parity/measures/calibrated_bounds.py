@@ -46,13 +46,13 @@ from lockstep.core.parity.reference.stages import (
 )
 
 # Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
-# that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers says; what is small is
-# found locally.
+# that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers implies; what is small
+# is found locally.
 MARGIN, MARGIN_END_TO_END = 2.0, 5.0
-# No band is narrower than this. What ends in a rounding to a narrow operand dtype is reproduced but for the few
-# elements that lie at a tie: other libraries' sums move those. What stays in FP32 differs by the order of its sums
+# No bound is narrower than this. A result that is rounded to a narrow operand dtype is reproduced but for the few
+# elements that lie at a tie: other libraries' sums move those. A result in FP32 differs by the order of its sums
 # alone, which no policy declares: a sequential sum of n terms is off by √n, one in blocks by less, and the ratio of two
-# honest ones reaches this. Of 3e-7, a few times more or less is no fault.
+# honest ones reaches this. At 3e-7, a factor of a few is not a fault.
 LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
 # Another order of sums changes the noise that core/parity/measures/compare.py measures by a factor of a few.
@@ -65,7 +65,7 @@ OVER_LAYERS = "/layers"
 LEAST_OF_MANY, LEAST_OVER_CHECKS = 1.3, 1.1
 # FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
 FP64_LIMIT = 1e-12
-# What two libraries compute in FP32 from the weights on is some ulp off, and the ratio of such errors scatters widely:
+# Two libraries' FP32 results from the weights on are some ulp off, and the ratio of such errors scatters widely:
 # a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
 FP32_LIMIT = 1e-5
 

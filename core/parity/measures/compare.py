@@ -240,7 +240,7 @@ class Comparison:
         """Hold what was added to its bounds.
 
         noise: gives the norms of what the stream dtype's arithmetic alone makes of this result. It is computed before
-        an accusation: where a result is what is left of a cancellation, one twin's error says nothing of another's. So
+        an accusation: where a result is what is left of a cancellation, one twin's error does not predict another's. So
         is how many errors carry the twin's norm. A fault has no part in either.
         """
         reference, size, stream = self._reference, self._size, self._reference.stream

@@ -1,15 +1,15 @@
 """Bounds on what norms of a whole tensor hide: single elements, rows, columns, unequal bits; from clean runs.
 
-They are in force where clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). What the
-twin computes from the candidate's own inputs it reproduces but for the order of FP32 sums. The floors below are what
-another order may do, so that a machine whose kernels add otherwise keeps within them:
+They are in force where clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). From the
+candidate's own inputs, the twin reproduces its results but for the order of FP32 sums. The floors below are the
+effects of another order, so that a machine whose kernels add otherwise keeps within them:
 
 * A result that is rounded to the operand dtype differs where its sum lies at a tie. One such element is a whole ulp
   away, twice the largest error of a rounding (TIE). A share of about √K · 2⁻¹⁶ of the elements lies so near to one:
   0.001 for 4,096 terms; the floor is ten times that. It grows with the root of the number of terms: ten times the odds
   are those of sums a hundred times as long (ODDS).
 * A product of rounded operands that stays in FP32 differs by √K roundings of FP32 at most: 64 · 2⁻²⁴ of a sum of 4,096
-  terms, where the operands' own rounding is 2⁻⁹. That is 0.002; KEPT is ten times that.
+  terms, where the operands' own rounding is 2⁻⁹. The ratio is 0.002; KEPT is ten times that.
 * A result of FP32 throughout: the ratio of two honest errors reaches `LEAST_OF_SUMS`; of two largest elements, which
   have a tail each, twice that.
 """
@@ -26,8 +26,8 @@ from lockstep.core.parity.measures.peaks import FEW
 from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Measure
 
-# What a result is: rounded to the operand dtype; a product of rounded operands that stays in FP32; FP32 throughout; the
-# same number from two programs of the candidate.
+# The kinds of results: rounded to the operand dtype; a product of rounded operands that stays in FP32; FP32 throughout;
+# the same number from two programs of the candidate.
 Result = Literal["rounded", "kept", "sum", "same"]
 
 TIE = 3.0

@@ -11,7 +11,7 @@ from lockstep.core.parity.reference.stages import is_operation, place
 
 SCHEMA = 2
 
-# Agreement in these alone says nothing of the arithmetic: no tensor was computed.
+# Agreement in these alone is no evidence on the arithmetic: no tensor was computed.
 BOOKKEEPING = frozenset(
     {"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "record", "checkpoint"}
 )

@@ -1,7 +1,7 @@
 """Divergence watched instead of judged: candidate, twin and truth each train on from the same initial weights.
 
 Nothing is synchronised, so rounding feeds back through the weights and grows: the distance between two correct
-trajectories grows as well. What an honest candidate does not do is to leave the truth faster than its twin does.
+trajectories grows as well. But an honest candidate does not leave the truth faster than its twin does.
 """
 
 from __future__ import annotations

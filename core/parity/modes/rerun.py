@@ -25,7 +25,7 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.directory import RunDir
 from lockstep.core.train.skipped_steps import as_its_own, first_scalars
 
-# What a record says of the step's arithmetic: bit-equal if the step was repeated.
+# The fields of a record on the step's arithmetic: bit-equal if the step was repeated.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
 
 

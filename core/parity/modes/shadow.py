@@ -4,8 +4,8 @@ Every N steps, and in the first one after a start or a resume, the trainer gathe
 live data with uneven loss weights, at the live weights, and the live step's update). A thread writes it into a folder,
 a tensor at a time, and sends the worker its path. The folder goes when its check has come back; that of a check that
 disagreed stays until the alarm has been handled. If more checks wait than `parity.queue` allows, a check is skipped and
-counted. If the worker dies or a folder is lost, training goes on and every check that is lost says so. A worker that
-gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
+counted. If the worker dies or a folder is lost, training goes on and every check that is lost is reported. A worker
+that gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.validation import Validation
 
 POLL_SECONDS = 0.2
-# The worker gives way to the trainer; both may share two cores.
+# The worker runs at a lower priority than the trainer; both may share two cores.
 WORKER_NICENESS = 5
-# A worker that is told to end may be in the midst of a judgement that nobody waits for.
+# A worker that is asked to end may be in the midst of a judgement whose result is not used.
 END_SECONDS = 1.0
 # The sums over a run's checks (core/parity/judge/bias.py) are some megabytes: written after this many checks and at the
 # end.
@@ -114,7 +114,7 @@ class Shadow:
         # When the worker last gave something, or had nothing to do.
         self._heard = time.monotonic()
         self._given_up = False
-        # One pipe each way, and no end of the worker's stays open here: when it dies, reading says so instead of
+        # One pipe each way, and no end of the worker's stays open here: when it dies, reading fails instead of
         # waiting for the rest of a message.
         context = multiprocessing.get_context("spawn")
         self._results, results_out = context.Pipe(duplex=False)
@@ -198,7 +198,7 @@ class Shadow:
         place = self._place(step)
         try:
             store.finish(partial(save_evidence, evidence), place)
-            with contextlib.suppress(OSError):  # the worker has died: `collect` says which checks are lost
+            with contextlib.suppress(OSError):  # the worker has died: `collect` reports the lost checks
                 self._evidence.send((step, place))
         except UserError as error:
             self._unsent.put((step, f"its evidence is lost: {error}"))
@@ -441,7 +441,7 @@ def judge_all(
                 backend = load_backend(reference)
                 opened = sound_reference(backend, config).over_a_run()
                 opened = opened if observations is None else _gone_on(opened, observations, step)
-            # What is shown again after an alarm is no check of the run.
+            # A step that is shown again after an alarm is no check of the run.
             check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
             if check.verdict == "disagreed" and not fitted and not evidence.rechecked:
                 check, fitted = with_fitting(check, evidence, opened, backend), True

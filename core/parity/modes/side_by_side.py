@@ -57,7 +57,7 @@ def check_steps(
             ask(session, Candidate)
         except NotSupported as lacking:
             raise UserError(
-                f"{lacking}: docs/guide/candidates.md says what a candidate's session needs; "
+                f"{lacking}: docs/guide/candidates.md lists what a candidate's session needs; "
                 "what it cannot do may raise lockstep.core.backend.NotSupported"
             ) from lacking
         stack.callback(session.close)
@@ -93,7 +93,7 @@ def _opening(backend: Backend, config: RunConfig, first: Sequence[Batch]) -> Ite
     """Open the reference, and have it judge itself, beside the candidate's work where threads may ask it.
 
     Then it compiles its programs for batches like `first`. Gives what waits for all that, and raises UserError if it is
-    not sound. What cannot be opened is raised at once.
+    not sound. An error of opening is raised at once.
     """
     with closing(Reference.open(backend, config)) as opened:
         if not opened.threads:

@@ -1,9 +1,9 @@
 """Run a step's forward and backward pass one operation at a time, with weights that are read where they are needed.
 
-A reference that runs single stages (`RunsStages`) needs no more: the model's graph (core/model/graph.py) says what each
-operation reads and what it sends back. In memory are the tensors that cross from one *segment* (what stands before the
-blocks, a block, the head) to a later one, those inside one segment, and the gradients of its parameters. Tensors inside
-a segment are computed again on the way back (Chen et al. 2016, arXiv 1604.06174), unless all together are small.
+A reference that runs single stages (`RunsStages`) needs no more: the model's graph (core/model/graph.py) lists what
+each operation reads and what it sends back. In memory are the tensors that cross from one *segment* (what stands before
+the blocks, a block, the head) to a later one, those inside one segment, and the gradients of its parameters. Tensors
+inside a segment are computed again on the way back (Chen et al. 2016, arXiv 1604.06174), unless all together are small.
 """
 
 from __future__ import annotations

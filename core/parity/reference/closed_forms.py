@@ -23,8 +23,8 @@ from lockstep.core.parity.reference.stages import stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
-# Which of its sequence's documents each token belongs to, where the run asks: of one token and of several, at either
-# end and in the middle.
+# Which of its sequence's documents each token belongs to, where the run uses documents: of one token and of several, at
+# either end and in the middle.
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2, 2]], np.int32)
 
 

@@ -90,7 +90,7 @@ def self_checked(opened: Reference, backend: Backend) -> Reference:
 
 
 def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
-    """Put every question to a reference. What it raises NotSupported for is not covered, nor a model it cannot open."""
+    """Put every question to a reference. A part that raises NotSupported is not covered, nor a model it cannot open."""
     subjects = Subjects(reference, small(config))
     questions: tuple[tuple[str, Callable[[Subjects], Iterator[Finding]]], ...] = (
         ("closed forms", _closed_forms),
@@ -106,7 +106,7 @@ def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
             found += list(question(subjects))
         except NotSupported as reason:
             missing.append(f"{what} of the reference: {reason}")
-        except Exception as error:  # somebody else's reference; the check itself says what it cannot do with it
+        except Exception as error:  # somebody else's reference; the check itself reports what it cannot do with it
             missing.append(f"{what} of the reference: {_said(error)}")
     subjects.close()
     return ReferenceCheck(tuple(found), tuple(missing))
@@ -206,7 +206,7 @@ def _causality(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
-    """Every token another one; documents where the run asks for them."""
+    """Every token another one; documents where the run uses them."""
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     documents = DOCUMENTS if config.attention.needs_documents else None
     return Batch(tokens, tokens[:, ::-1].copy(), weights, documents)

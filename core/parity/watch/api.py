@@ -9,7 +9,7 @@
             optimizer.step()
         optimizer.zero_grad()
 
-What is read is copied, nothing is written: model, gradients, optimizer state and random numbers stay as they are.
+Tensors are read and copied, nothing is written: model, gradients, optimizer state and random numbers stay as they are.
 Outside of checked steps nothing happens but counting. docs/guide/watch.md is the page for users.
 """
 
@@ -527,7 +527,7 @@ class Watcher:
             except KeyError as error:
                 if error.args and error.args[0] not in given:
                     raise UserError(
-                        f"the reference asks for {error.args[0]!r}, which is neither a parameter of the model nor in "
+                        f"the reference reads {error.args[0]!r}, which is neither a parameter of the model nor in "
                         f"its batch; parameters: {', '.join(list(given)[:8])}, … (names= maps the model's names)"
                     ) from error
                 raise

@@ -80,7 +80,7 @@ class Judge:
     ) -> Iterator[Finding]:
         """Compare outputs, loss and every gradient not left out with the reference's, whose names are the model's.
 
-        Raises UserError for gradients of another shape, and a twin that does not round as the precision says.
+        Raises UserError for gradients of another shape, and a twin that does not round to the precision.
         """
         trainable = [name for name in step.params if name not in step.frozen]
         _check_shapes(step, truth, twin)
@@ -237,7 +237,7 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
     stepped = {n: g for s in step.before for n, g in s.grads.items()}
     shared = [name for name in step.grads if name in stepped]
     changed = [n for n in shared if not np.array_equal(step.grads[n], stepped[n], equal_nan=True)]
-    # What no optimizer holds is no matter of clipping.
+    # A tensor that no optimizer holds is not clipped.
     changed += [n for s in step.before for n in s.groups if n in step.grads and n not in stepped]
     old, new = _norm({n: step.grads[n] for n in shared}), _norm({n: stepped[n] for n in shared})
     if clip_norm is None:
@@ -259,7 +259,7 @@ def skipped_by_scaler(step: Step) -> str:
     finite = all(np.isfinite(g).all() for g in step.grads.values())
     if finite or not step.fired or any(step.fired):
         return ""
-    return "gradients are not finite and optimizer.step() was left out, as a GradScaler does that looks for its scale"
+    return "gradients are not finite and optimizer.step() was left out, as a GradScaler does in search of its scale"
 
 
 def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 On a check, every rank copies what it holds, rank 0 judges, and all get its verdict. Ranks wait for each other in
 `put_together` and `told_to_all` alone. Both stand at the end of a step, and every rank calls them whatever it could not
-read: what fails on one is told with its number.
+read: a failure on one is reported with its number.
 
 Data-parallel ranks must hold equal bits: digests of what each holds whole are compared, and a rank that differs is
 named. Tensors that are cut over ranks are put together on rank 0, one at a time.

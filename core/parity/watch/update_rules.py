@@ -135,7 +135,7 @@ def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping
 
 
 def adam_l2(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """torch.optim.Adam: coupled decay unless the group says otherwise."""
+    """torch.optim.Adam: coupled decay unless the group sets it otherwise."""
     return adam(p, g, before, step, {"decoupled_weight_decay": False, **group}, a)
 
 
