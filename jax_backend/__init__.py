@@ -6,7 +6,7 @@ takes memory as it needs it: the trainer's is on the same one, in the worker of 
 
 import os
 
-# Read when JAX first looks for devices.
+# Read when JAX first searches for devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax

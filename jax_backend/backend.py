@@ -36,8 +36,8 @@ class JaxBackend:
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Versions, device and what is in force.
 
-        Raises UserError if XLA must be told to be deterministic, or has not the devices that were asked for, or orbax,
-        which writes the checkpoints of a run, is not installed.
+        Raises UserError if XLA needs a setting to be deterministic, or has not the devices that were asked for, or
+        orbax, which writes the checkpoints of a run, is not installed.
         """
         use_device(config)
         if find_spec("orbax.checkpoint") is None:

@@ -1,6 +1,6 @@
 """Where the reference computes: JAX's own choice, or the GPU within a part of its memory.
 
-JAX takes its settings when it first looks for devices, once for a process.
+JAX takes its settings when it first searches for devices, once for a process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MIB = 1 << 20
 
 
 def use_device(config: RunConfig) -> None:
-    """Put JAX on the GPU, if `parity.reference_device` says so, within what `parity.device_gb` leaves it.
+    """Put JAX on the GPU, if `parity.reference_device` is `cuda`, within the memory that `parity.device_gb` leaves it.
 
-    With "cpu" JAX chooses: the CPU under the command `lockstep`, unless JAX_PLATFORMS says otherwise.
+    With "cpu" JAX chooses: the CPU under the command `lockstep`, unless JAX_PLATFORMS names another.
 
     Raises UserError if there is no GPU, JAX cannot use it, or has begun elsewhere in this process.
     """

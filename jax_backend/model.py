@@ -388,7 +388,7 @@ class Transformer(nnx.Module):
         return rope_tables(length, self.head_dim, self.theta, self.angles, *self.stretch)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
-        """Positions and masks as the configuration asks; a sequence without documents is one document."""
+        """Positions and masks as configured; a sequence without documents is one document."""
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
         apart = documents_BS if self.document_mask else None
         rope = rope_at(self.rope_of(length), reset, policy)

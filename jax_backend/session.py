@@ -235,7 +235,7 @@ class JaxSession:
         return {name: np.array(value) for name, value in found.items()}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute one stage on the given inputs: the output is under `out`, or as `update` says.
+        """Execute one stage on the given inputs: the output is under `out`, or as in `update`.
 
         With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
         `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/` and each kind of

@@ -1,4 +1,4 @@
-"""The reference over several devices: who holds which part of its arrays. What is computed is the same.
+"""The reference over several devices: which of them holds which part of its arrays. The computation is the same.
 
 One mesh axis, as in FSDP (Zhao et al. 2023, arXiv 2304.11277) and ZeRO's third stage (Rajbhandari et al. 2020, arXiv
 1910.02054): every device holds a part of each parameter, moment and gradient, and of the batch. XLA partitions the

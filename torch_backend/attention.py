@@ -1,4 +1,4 @@
-"""Which kernel computes attention, and what it is told of documents. Twin: jax_backend/attention.py, written out.
+"""Which kernel computes attention, and how documents enter it. Twin: jax_backend/attention.py, written out.
 
 `auto` is `math` or `flash` on the CPU (core/config/auto.py: a session settles it), and on CUDA the first of cuDNN,
 flash, memory-efficient and written-out attention that can. Any other name is that kernel or an error (`check_kernel`),
@@ -259,7 +259,7 @@ def refusal(
     if (masked or attention.document_mask) and kernel.mask is None:
         blocks, dense = (_named([one.name for one in takes_mask if one.mask == form]) for form in ("blocks", "dense"))
         asks = "attention.document_mask" if attention.document_mask else "model.window"
-        return f"{kernel.title} takes no mask, and {asks} asks for one; use {blocks}, or {dense} with a dense one"
+        return f"{kernel.title} takes no mask, and {asks} needs one; use {blocks}, or {dense} with a dense one"
     return _refusal_of_width(kernel, head_dim, dtype, machine)
 
 

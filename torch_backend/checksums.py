@@ -47,7 +47,8 @@ def _sum(tensor: Tensor) -> Tensor:
     in_words = rows.shape[1] * rows.element_size() % WORD == 0
     bits = rows.view(torch.int64 if in_words else torch.uint8)
     columns, lines = bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
-    # A word counts by the weights of its row and its column together. That is odd: an even one loses the highest bit.
+    # A word counts by the weights of its row and its column together. Their product is odd: an even one loses the
+    # highest bit.
     return (columns * (_even(columns) + 1)).sum() + (lines * _even(lines)).sum()
 
 

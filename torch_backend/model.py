@@ -385,7 +385,7 @@ class Transformer(nn.Module):
         return self.cos[:length], self.sin[:length]
 
     def places(self, length: int, documents_BS: Tensor | None, policy: Policy, start: int = 0) -> Rope:
-        """Positions and masks as the configuration asks; a sequence without documents is one document.
+        """Positions and masks as configured; a sequence without documents is one document.
 
         start: of the first token that is computed; those before it are keys alone.
         """
@@ -423,7 +423,7 @@ class Transformer(nn.Module):
         return weight
 
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
-        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype, or as the plan of casts says."""
+        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype, or as the plan of casts sets."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def cap(self, logits_BSV: Tensor) -> Tensor:

@@ -63,12 +63,12 @@ class Observes(Programs):
     hand_over: Callable[[Tensor, list[Tensor], Take], Gradients]
     # By the names that they show, and whether of all sequences.
     _tapped_programs: dict[tuple[frozenset[str], bool], Any]
-    # What is shown by windows whose programs give the same bits.
+    # The names that are shown by windows whose programs give the same bits.
     _sound_windows: set[frozenset[str]]
     # Bytes that were free on the GPU when taps were first asked for.
     _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
-    # Sketches of what each micro-batch of the next step adds, where a check asks for them.
+    # Sketches of what each micro-batch of the next step adds, where a check needs them.
     _parts: StepParts | None
     # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and what a tapped program saw.
     amaxes: dict[str, Tensor]
@@ -88,8 +88,8 @@ class Observes(Programs):
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
-        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. What the model does not pass through its
-        tap is left out. Raises NotSupported for a name that the model does not have.
+        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. Tensors that the model does not pass
+        through its tap are left out. Raises NotSupported for a name that the model does not have.
         """
         found = Collected()
         self._stream_taps(batch, taps, found, lambda value: value)
@@ -263,7 +263,7 @@ class Observes(Programs):
             loss = self._run(partial(self._through, tap), *inputs)
         if not asked:
             return
-        # A parameter that is left frozen has no gradient, and the check says so.
+        # A parameter that is left frozen has no gradient, and the check reports it.
         own = {name: p for name, p in self.parameters.items() if name in asked and p.requires_grad}
         # Where weights are cut, what autograd knows are the gathered ones: all of them get a gradient.
         touched = own if self.root is None else self.parameters
@@ -296,8 +296,8 @@ class Observes(Programs):
         """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no tensor leaves the device.
 
         Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
-        Only the sequences that hold the batch's loss weight are observed. Of a tap's gradient nothing
-        but the sketch is known: its norm is the sketch's, its largest value and its mean are NaN.
+        Only the sequences that hold the batch's loss weight are observed. Only the sketch of a tap's gradient is known:
+        its norm is the sketch's, its largest value and its mean are NaN.
         """
         model = self.config.model
         rows = np.flatnonzero(batch.weights.any(axis=1))

@@ -2,7 +2,7 @@
 
 Weights, residual stream, norms, RoPE, softmax and loss are in the *stream* dtype. A matrix product casts its operands
 to the *operand* dtype, accumulates in FP32 at least, and rounds its output to the operand dtype, except the head, whose
-logits leave the product in the stream dtype. What else is rounded is the plan of casts (`precision.casts`): tensors
+logits leave the product in the stream dtype. Other roundings are the plan of casts (`precision.casts`): tensors
 that it keeps in the operand format have that dtype.
 
 Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products, whose

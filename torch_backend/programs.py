@@ -101,7 +101,7 @@ class Programs:
         return self.micro_loss
 
     def compiled(self, program: Any) -> Any:
-        """`program` through torch.compile as the configuration says."""
+        """Compile `program` with torch.compile as configured."""
         config = self.config.compile
         # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
@@ -138,7 +138,7 @@ class Programs:
     def compiled_loss(self, program: Any) -> Any:
         """`program`, whose arguments begin with tokens, targets, weights and total, through torch.compile.
 
-        total goes in as an array of one number. A 0-d FP64 tensor on the CPU may be a number that `item()` asks for:
+        total goes in as an array of one number. A 0-d FP64 tensor on the CPU may be a number that `item()` reads:
         torch.compile gives it a symbol, finds that nothing reads that (torch/fx/passes/_tensorify_python_scalars.py),
         and traces the whole program a second time.
         """
@@ -152,7 +152,7 @@ class Programs:
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as `documents` says."""
+        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as in `documents`."""
         return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
 
     def tapped_micro_loss(
@@ -296,7 +296,7 @@ class Programs:
     def total_weight(self, batch: Batch) -> Tensor:
         """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
 
-        Every gradient is then as much larger as the loss scale says; it is a power of two, and nothing is rounded.
+        Every gradient is then larger by the loss scale; it is a power of two, and nothing is rounded.
         """
         total = float(batch.weights.sum(dtype=np.float64)) / self.scale
         # Filled on the device: a copy to it would keep the host.
@@ -308,7 +308,7 @@ class Programs:
         return tokens, targets, weights.to(self.policy.stream)
 
     def documents(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(B, S) as int64 on the device, alone in a tuple, where attention asks for documents; else nothing.
+        """(B, S) as int64 on the device, alone in a tuple, where attention uses documents; else nothing.
 
         Raises ValueError if it does and the batch has none.
         """

@@ -91,7 +91,7 @@ class TorchSession(Observes):
         # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
         self.mark = marking(config, self.device)
         self.steps_done = 0
-        # What torch.compile has made for the step, and the lengths of sequences that it has made it for.
+        # The programs that torch.compile has made for the step, and the lengths of sequences that they are for.
         self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scalars(config)
         # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and those that a step has seen.
@@ -118,12 +118,12 @@ class TorchSession(Observes):
         self._free_at_first: float | None = None
         self._sketching: tuple[Any, Any, Tensor] | None = None
         self._parts: StepParts | None = None
-        # Kept only while `stream_gradients` asks.
+        # Kept only while `stream_gradients` runs.
         self._take_program: Take | None = None
-        # What is made of a step's loss, NLL and gradients before they are clipped, and what came of it.
+        # A function of a step's loss, NLL and gradients before they are clipped, and its result.
         self._show_step: Callable[[Tensor, list[Tensor]], Any] | None = None
         self._of_step: Any = None
-        # What the programs of a step were given, by array, a micro-batch each; None while nobody asks.
+        # The inputs of a step's programs, by array, a micro-batch each; None while they are not kept.
         self._inputs: dict[str, list[Tensor]] | None = None
         self.ranks: Sharing | None = None
         self._writer = Writer(self)
@@ -353,7 +353,7 @@ class TorchSession(Observes):
         self.steps_done += 1
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Seconds of the last step by part, as `StepClock.take` says."""
+        """Seconds of the last step by part, as `StepClock.take` lists them."""
         return self.clock.take()
 
     def memory(self) -> Mapping[str, float]:
@@ -456,7 +456,7 @@ class TorchSession(Observes):
         return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
 
     def show_program(self, grads: Mapping[str, Tensor]) -> None:
-        """Give the gradients of a single micro-batch, as its program made them, to a check that asks for them."""
+        """Give the gradients of a single micro-batch, as its program made them, to a check that needs them."""
         if self._take_program is None:
             return
         for name, grad in grads.items():
@@ -495,7 +495,7 @@ class TorchSession(Observes):
             self.ranks.clear(list(self.parameters.values()))
         else:
             self.optimizer.zero_grad(set_to_none=not self.replays)
-        # What CUDA graphs give is overwritten by their next replay: gradients are added to memory of their own.
+        # The outputs of CUDA graphs are overwritten by their next replay: gradients are added to memory of their own.
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self._amaxes_seen = None

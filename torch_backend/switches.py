@@ -2,7 +2,7 @@
 
 The switches belong to the process. A container, a library or a line of somebody's script may set them: Accelerate
 allows TF32 where it compiles, containers of NVIDIA set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. A session sets all of them
-when it is opened, and looks at them again before each micro-batch, each update and each program of a check.
+when it is opened, and reads them again before each micro-batch, each update and each program of a check.
 
 A switch that changed meanwhile ends the run. It is not set back: a step that was left unseen in between would have
 been computed otherwise than declared, and the next one as well if whoever changed it does so again. Two sessions of one

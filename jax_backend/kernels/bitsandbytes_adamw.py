@@ -81,7 +81,7 @@ def levels_of_parts(signed: bool) -> np.ndarray:
 def in_codes(x: Array, signed: bool) -> Array:
     """X, float32, as 8-bit codes and a scale for each block of 256 numbers stand for it, the last block a shorter one.
 
-    The CPU's quantiser looks the code up by 65,536 equal parts of [−1, 1]. None of their places is 0, and the nearest
+    The CPU's quantiser finds the code by 65,536 equal parts of [−1, 1]. None of their places is 0, and the nearest
     to it has a code of its own: a zero comes back as 2.1·10⁻⁵ of its block's largest magnitude, or 1.6·10⁻⁵ without a
     sign, and so does whatever is smaller. A block of zeros stays one.
     """

@@ -1,7 +1,7 @@
 """The casts of other libraries' loss heads: final norm's output → per-token NLL, without logits to show.
 
-Twin: torch_backend/kernels/library_heads.py, which says what it hands to a library and what comes back. The libraries
-compute cross-entropy in the stream dtype, FP32, where Lockstep's own head does so in FP64.
+Twin: torch_backend/kernels/library_heads.py, which describes what it hands to a library and what comes back. The
+libraries compute cross-entropy in the stream dtype, FP32, where Lockstep's own head does so in FP64.
 
 torch  (torch/nn/modules/linear_cross_entropy.py, 2.13): FP32 logits; NLL rounded to the operand dtype; the weight's
        gradient summed in FP32 within a chunk and in the operand dtype from chunk to chunk. On CUDA softmax and the

@@ -1,4 +1,4 @@
-"""Sketches in JAX. Twin: core/parity/evidence/sketch.py, which says what a sketch is."""
+"""Sketches in JAX. Twin: core/parity/evidence/sketch.py, which defines a sketch."""
 
 from __future__ import annotations
 

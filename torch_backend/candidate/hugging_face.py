@@ -65,7 +65,7 @@ class HuggingFaceCandidate(ModuleCandidate):
         return layout_of_stored(stored_tensors(family, config.model), family.head, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
-        """Those of `taps`; embeddings that a module of transformers looks up and scales at once."""
+        """Those of `taps`; embeddings that a module of transformers reads and scales at once."""
         return {**taps_there(config.model, _family(config)), **self.taps}
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:

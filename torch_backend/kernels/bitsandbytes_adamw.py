@@ -21,7 +21,7 @@ from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
-# What the library calls the two moments, and its maps of numbers that their codes stand for.
+# The library's names of the two moments, and its maps of the numbers that their codes encode.
 STATES = {"exp_avg": "1", "exp_avg_sq": "2"}
 MAPS = {"exp_avg": "dynamic", "exp_avg_sq": "udynamic"}
 

@@ -2,7 +2,7 @@
 
 The whole (tokens, V) of logits is never there. A chunk's logits are made, turned into losses and into their own
 gradient, and multiplied back into the gradients of the hidden states and of the weight, which is summed over chunks in
-the stream dtype; the backward pass only scales them. That costs no second product, and the memory of one chunk
+the stream dtype; the backward pass only scales them. It costs no second product, and the memory of one chunk
 (as Liger's fused cross-entropy does, Hsu et al. 2024, arXiv 2410.10989).
 
 The twin knows no chunks (jax_backend/model.py): they change the order of one sum.
@@ -35,7 +35,7 @@ def _(x: Tensor, done: Sequence[Tensor]) -> Tensor:
 def after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
     """Return x. A compiled program computes all of `done` before anything that reads what is returned.
 
-    A compiler looks only at what an operation reads, and may compute the logits of all chunks before it reads any of
+    A compiler considers only an operation's inputs, and may compute the logits of all chunks before it reads any of
     them. It cannot look into a custom operation, whose arguments must be there. Eager, the program's order is the
     order.
     """

@@ -4,7 +4,7 @@
 cross-entropy; `cce`: cut-cross-entropy, without its filter, which leaves small gradients out. Each gets operands of the
 operand dtype and gives per-token losses; none shows its logits.
 
-What a library gives back as gradients has the operand dtype. So that it is not also handed gradients of the losses that
+A library returns gradients in the operand dtype. So that it is not also handed gradients of the losses that
 are rounded (1 / tokens in bf16 is up to 0.4 % off, all in one direction), these are scaled to 1 for the largest loss
 weight, and what comes back is scaled down in the stream dtype: weights of 0 and 1 are exact.
 """

@@ -44,7 +44,7 @@ PART_OF: dict[type[nn.Module], str] = {
     Block: "block",
 }
 
-# What a matrix product is by the time autograd sees it: linear layers, attention kernels, FP8.
+# The forms of a matrix product below autograd: linear layers, attention kernels, FP8.
 PRODUCTS = frozenset(
     {
         torch.ops.aten.mm.default,

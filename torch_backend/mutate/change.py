@@ -1,4 +1,4 @@
-"""What each operator of core/mutate/operators.py makes of a tensor."""
+"""Apply each operator of core/mutate/operators.py to a tensor."""
 
 from __future__ import annotations
 

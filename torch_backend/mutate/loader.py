@@ -11,7 +11,7 @@ from lockstep.torch_backend.mutate.change import change_of
 
 
 def changed(batch: Batch, mutant: Mutant, place: Place) -> Batch:
-    """Return the batch with one array changed as the mutant says, dtypes kept."""
+    """Return the batch with one array changed by the mutant, dtypes kept."""
     array = batch.arrays[place.name]
     new = change_of(mutant.operator, place.axes)(torch.from_numpy(array.copy())).numpy().astype(array.dtype)
     return Batch.of({**batch.arrays, place.name: new}, batch.end_of_text)

@@ -47,11 +47,12 @@ class MutatedSession(TorchSession):
 
     mutant: Mutant
     place: Place
-    # What the conditions ask: number and count of the micro-batches, weights that are all 1, a loaded checkpoint.
+    # The facts that conditions test: number and count of the micro-batches, weights that are all 1, a loaded
+    # checkpoint.
     _micro: tuple[int, int] = (0, 1)
     _ones = False
     _resumed = False
-    # Whether the condition holds of the batch that the program is given. torch.compile makes a program for either.
+    # True if the condition holds for the program's batch. torch.compile makes a program for either.
     _acting = False
     _stepping = False
 
@@ -59,7 +60,7 @@ class MutatedSession(TorchSession):
         operator = self.mutant.operator
         made = operator.name not in ("other", "stale", "own")
         self._change: Change = change_of(operator, self.place.axes) if made else lambda x: x
-        # What `stale` puts in place: that of the last step, by place or parameter.
+        # The tensors that `stale` puts in place: those of the last step, by place or parameter.
         self._last: dict[str, Any] = {}
         super().__init__(config)
         if self.mutant.kind in ("written", "read"):
@@ -157,7 +158,7 @@ class MutatedSession(TorchSession):
         """Return a parameter as the operation of the place reads it."""
         return self._changed(self._change, value) if self._in_this_program else value
 
-    # What the session makes of the program
+    # The session's own use of the program
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
         """Show the taps of a micro-batch by itself."""

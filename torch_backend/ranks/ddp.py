@@ -55,7 +55,7 @@ class Ranks(Sharing):
         """Before the first step of several ranks: a backward pass that does not count, whose gradients are left behind.
 
         DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
-        where a gradient lies in a bucket says in which order more than two ranks are summed: without this pass, the
+        a gradient's place in a bucket sets the order in which more than two ranks are summed: without this pass, the
         first step after a resume would round otherwise than the same step of a run that was not stopped. And from it on
         gradients are added up in the buckets (`clear`).
         """

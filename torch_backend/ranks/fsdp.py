@@ -34,10 +34,10 @@ class ShardedRanks(Sharing):
         self._model, self._program = session.model, session.micro_loss
         self._parameters = list(session.parameters.values())
         self._each = session.config.parallel.reduce_every_micro_batch
-        # What rank 0 alone counts in is summed with zeros, which is no reduction, and nothing rounds it.
+        # A sum in which rank 0 alone counts adds zeros; that is no reduction, and nothing rounds it.
         self._shared = False
         self._parts = parts(session.root)
-        # What sums the gradients of each part, which a look at what is not summed takes the place of.
+        # The collective that sums the gradients of each part; observing unsummed ones replaces it.
         self._sums: dict[str, SumAndCut] = {}
         for name, part in self._parts.items():
             called = name.removeprefix("model.") or "embedding, final norm and head"
@@ -45,7 +45,7 @@ class ShardedRanks(Sharing):
             part.set_custom_all_gather(self.gather(called))
             self._sums[name] = self.sum_and_cut(called, members)
             part.set_custom_reduce_scatter(self._sums[name])
-            # One for all ranks' sum. torch asks for a mean, and nccl for a product with its factor, unless told.
+            # One for all ranks' sum. By default torch takes a mean, and nccl a product with its factor.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 

@@ -1,7 +1,7 @@
 """The session of one rank among its peers: every rank holds one, and makes the same calls on it.
 
-A method in which ranks meet is watched (torch_backend/ranks/peers.py). What needs no other rank each computes by
-itself: whole weights are on every rank under DDP, so a look at them is the same everywhere. Where weights are cut over
+A method in which ranks meet is watched (torch_backend/ranks/peers.py). Each rank computes by itself what needs no
+other: whole weights are on every rank under DDP, so reading them gives the same everywhere. Where weights are cut over
 ranks, all take part in whatever needs them.
 """
 
@@ -346,7 +346,7 @@ class PeerSession:
         return self.peers.rank == 0 or self.own.root is not None
 
     def _giving(self, streams: type[Any], method: str, take: Take, call: Callable[[Take], T]) -> T:
-        """`call`, which hands tensors over, with what takes them as `each_its_own` says.
+        """`call`, which hands tensors over, with the function that takes them, as `each_its_own` describes.
 
         streams, method: by which the session of this rank shows its parts; one that shows whole tensors is cut.
         """

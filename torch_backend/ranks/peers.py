@@ -2,7 +2,8 @@
 
 All ranks make the same calls in the same order. Each marks in the store how far it is; one that fails leaves its last
 words there and ends, so that sockets close and whoever waits for it gets an error at once. Then the words, the sockets
-and the marks tell who is at fault, and one rank says so: rank 0, or the first of the others if rank 0 is at fault.
+and the marks identify the rank at fault, and one rank reports it: rank 0, or the first of the others if rank 0 is at
+fault.
 """
 
 from __future__ import annotations

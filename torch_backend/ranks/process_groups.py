@@ -1,9 +1,9 @@
 """Connect the ranks of a run: their process groups, and a store for progress marks and last messages.
 
 The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it what ranks tell each
-other (torch_backend/ranks/peers.py). A rank that fails says why in the store and ends: sockets close, and whoever waits
-for it gets an error at once. One that hangs says nothing: every rank marks in the store how far it is, and when the
-wait is over the one farthest behind is named.
+other (torch_backend/ranks/peers.py). A rank that fails writes the reason into the store and ends: sockets close, and
+any rank that waits for it gets an error at once. One that hangs writes nothing: every rank marks its progress in the
+store, and when the wait is over the one farthest behind is named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.core.errors import UserError
 
-# Until a run says how long a rank may keep the others waiting (`parallel.timeout_seconds`).
+# Until a run sets how long a rank may keep the others waiting (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)
 # How long ranks wait while rank 0 works alone: it may judge a check, or write a checkpoint.
 IDLE = timedelta(days=7)
@@ -57,7 +57,8 @@ def meet() -> tuple[int, int, Store]:
 
     torchrun's own lives as long as torchrun, and what ranks that are gone have left in it would be believed
     (pytorch#135712); nor can it be cut by the count of restarts, of which each agent has its own. So rank 0 opens
-    another one and says there where it is. Who reads what an earlier rank 0 has said finds nobody, and reads again.
+    another one and writes its address there. A rank that reads an earlier rank 0's address finds no server, and reads
+    again.
     """
     shared, rank, ranks = next(rendezvous("env://", timeout=PATIENCE))
     if rank == 0:
@@ -154,7 +155,7 @@ def silence(rank: int, group: Any) -> str:
 
 
 def of_link(error: BaseException) -> bool:
-    """Return whether an error is a failed connection to another rank; gloo mostly says so in the message alone."""
+    """Return whether an error is a failed connection to another rank; gloo mostly states that in the message alone."""
     said = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))

@@ -6,7 +6,7 @@ gathered when it is called, freed behind it, gathered again for its backward pas
 cut. The rest (embedding, final norm, head) is gathered while the root's forward and backward pass last: the head's
 weight, which the loss reads outside its module, is there.
 
-A parameter is a DTensor. What is elementwise works on the parts; here stands what needs the whole.
+A parameter is a DTensor. Elementwise operations work on the parts; this file holds those that need the whole.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parts(module: nn.Module) -> dict[str, FSDPModule]:
 
 
 class Gather(DefaultAllGather):
-    """torch's all-gather, which first says that it begins."""
+    """torch's all-gather, which first reports that it begins."""
 
     def __init__(self, begun: Callable[[], None]) -> None:
         self._begun = begun
@@ -86,7 +86,7 @@ class Gather(DefaultAllGather):
 class SumAndCut(DefaultReduceScatter):
     """The sum of all ranks' gradients of a module, of which each keeps its part.
 
-    In a narrow dtype if `narrow` says one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks/ddp.py).
+    In a narrow dtype if `narrow` is one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks/ddp.py).
     FSDP's own `reduce_dtype` would add up micro-batches in it as well.
     """
 
@@ -124,7 +124,7 @@ class NotSummed(DefaultReduceScatter):
         output_tensor.zero_()
 
 
-# A tensor and its part. What is not cut is its own part.
+# A tensor and its part. An uncut tensor is its own part.
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def sum_of_squares(norms: Tensor) -> Tensor:
     return squares.sqrt()
 
 
-# What cannot be cut
+# Layouts that cannot be cut
 
 
 def check_sharded(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *docum
     """(layers,) float64: the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ·scale.
 
     Before a cap. Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S)
-    where attention asks for them. The forward pass runs eagerly, without gradients; nothing of the model is changed.
+    where attention uses them. The forward pass runs eagerly, without gradients; nothing of the model is changed.
     """
     apart = documents_BS[0] if documents_BS and model.document_mask else torch.zeros_like(tokens_BS)
     found: dict[str, Tensor] = {}

@@ -30,7 +30,7 @@ BATCHES = 4
 SIDE = {"cuda": 8192, "cpu": 512}
 COPIED = {"cuda": 2**28, "cpu": 2**24}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
-# nvidia-smi's names: what is true of the device, and what it says while it works.
+# nvidia-smi's names: constant facts of the device, and its readings under load.
 FACTS = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_mhz": "clocks.max.sm"}
 FACTS |= {"memory_mhz": "clocks.max.memory", "memory_mib": "memory.total"}
 LIVE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "temperature_c": "temperature.gpu"}

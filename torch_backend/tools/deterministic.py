@@ -1,7 +1,7 @@
 """`deterministic = true`: the same bits every time, or no run.
 
-torch is told to use deterministic algorithms and to raise where it has none; cuBLAS and NCCL are told so in the
-environment, before they start. What neither says of itself stands in `refusal`, with its source.
+torch is set to use deterministic algorithms and to raise where it has none; cuBLAS and NCCL are set so in the
+environment, before they start. Cases that neither declares stand in `refusal`, with their source.
 
 Deterministic by themselves: elementwise optimizers and Muon's products; torchao's FP8 (torch's products and maxima);
 bitsandbytes' blockwise kernels (a block of 256 by itself; its atomics belong to `max_unorm`, which is not used);
@@ -26,9 +26,10 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.programs import Programs
 
-# What must stand in the environment before CUDA or NCCL starts: the value, and which others will do. With more than
-# one workspace cuBLAS may take any (https://docs.nvidia.com/cuda/cublas, results reproducibility). A ring adds in the
-# order of its ranks; NVLS adds in the switch, in any order (NVIDIA/nccl#1497), and what NCCL would choose is by time.
+# Variables of the environment that must be set before CUDA or NCCL starts: the value, and which others will do. With
+# more than one workspace cuBLAS may take any (https://docs.nvidia.com/cuda/cublas, results reproducibility). A ring
+# adds in the order of its ranks; NVLS adds in the switch, in any order (NVIDIA/nccl#1497), and what NCCL would choose
+# is by time.
 CUBLAS, NCCL = "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"
 PINNED = {CUBLAS: (":4096:8", (":4096:8", ":16:8")), NCCL: ("Ring", ("Ring", "ring", "RING"))}
 

@@ -60,7 +60,7 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
 
 
 def unrecorded(session: Any, batches: Iterator[Batch]) -> None:
-    """Make the steps of `record` on a rank that nobody looks at."""
+    """Make the steps of `record` on a rank that is not profiled."""
     for _ in range(STEPS):
         session.step(next(batches))
 
@@ -68,7 +68,7 @@ def unrecorded(session: Any, batches: Iterator[Batch]) -> None:
 def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> float:
     """Make the same steps with NVTX ranges, and let Nsight Systems see KEPT of them; returns their mean seconds.
 
-    It looks from cudaProfilerStart to cudaProfilerStop (`--capture-range=cudaProfilerApi`). Raises UserError on the
+    It records from cudaProfilerStart to cudaProfilerStop (`--capture-range=cudaProfilerApi`). Raises UserError on the
     CPU.
     """
     if own.device.type != "cuda":
@@ -88,5 +88,5 @@ def _step(session: Any, own: TorchSession, batches: Iterator[Batch]) -> None:
         batch = next(batches)
     session.step(batch)
     if own.device.type == "cuda":
-        # What a step has asked for is its own, and not the next one's.
+        # A step's work on the device is its own, and not the next one's.
         torch.cuda.synchronize(own.device)

@@ -108,7 +108,7 @@ class FamilyReference:
         self._opened: dict[tuple[Precision, int], Reference] = {}
         self._recorded: Recorded | None = None
 
-    # `watch` asks these end to end.
+    # `watch` calls these end to end.
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
         """Truth and twin of the independent model at these parameters.
@@ -278,7 +278,7 @@ class FamilyReference:
     def _attention(self, precision: Precision) -> str:
         kind = getattr(self._config, "_attn_implementation", "sdpa")
         if precision == "bf16" and kind != "sdpa":
-            return f"attn_implementation = {kind!r} rounds its scores, which no plan of casts says"
+            return f"attn_implementation = {kind!r} rounds its scores, as no plan of casts does"
         return ""
 
 
@@ -317,7 +317,7 @@ def _batch_of(part: Any, model: ModelConfig) -> Batch:
     for name in sorted(arrays.keys() - {"input_ids", "labels"}):
         due = {"attention_mask": np.ones(ids.shape), "position_ids": np.arange(ids.shape[1])}.get(name)
         if due is None or not np.array_equal(np.broadcast_to(arrays[name], ids.shape), np.broadcast_to(due, ids.shape)):
-            unless = ", unless it says what is so in any case" if name in TRIVIAL else ""
+            unless = ", unless it holds its default" if name in TRIVIAL else ""
             raise UserError(f"from_hf does not read the batch's {name}{unless}")
     targets = np.full(ids.shape, IGNORED, np.int64)
     targets[:, :-1] = labels[:, 1:]

@@ -1,8 +1,8 @@
-"""Keep FP64 where a module asks for less, and find where that is.
+"""Keep FP64 where a module requests less, and find where that is.
 
 A module may hard-code a dtype: `logits.float()` before the loss, a table in bf16. In a truth that would be a rounding
-of the module's own. `KeepWide` sees every operation below autograd, gives it FP64 where it asks for a narrower float,
-and notes the module that asked. An operation that returns a narrower float all the same is noted as well: its result
+of the module's own. `KeepWide` sees every operation below autograd, gives it FP64 where it requests a narrower float,
+and notes the module that did. An operation that returns a narrower float all the same is noted as well: its result
 is no FP64 truth. (Autocast leaves FP64 alone: at::autocast::cached_cast.)
 """
 
@@ -41,7 +41,7 @@ class KeepWide(TorchDispatchMode):
         wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves((args, kwargs)))
         dtype = kwargs.get("dtype")
         if dtype in NARROW:
-            # A factory that asks for FP32 gets FP64 without a word: it is the default dtype's other name.
+            # A factory that requests FP32 gets FP64 without a note: it is the default dtype's other name.
             if wide or dtype != torch.float32:
                 self.asked[(self.where(), _name(func), dtype)] = None
             kwargs["dtype"] = torch.float64

@@ -35,7 +35,7 @@ from lockstep.torch_backend.watch.recorder import Casts, Recorder
 
 log = logging.getLogger("lockstep.watch")
 
-# Operations a check, where the user asks for no number.
+# Operations a check, where the user gives no number.
 COUNT = 200
 
 ONCE_MORE = (

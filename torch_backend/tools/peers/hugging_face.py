@@ -47,7 +47,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def run(race: Race, turn: Turn) -> None:
-    """Train until `turn` says that it is over."""
+    """Train until `turn` raises Over."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     config = race.config

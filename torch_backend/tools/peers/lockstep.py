@@ -7,7 +7,7 @@ from lockstep.torch_backend.tools.peers.race import Race, Turn
 
 
 def run(race: Race, turn: Turn) -> None:
-    """Train until `turn` says that it is over. Raises UserError if the configuration cannot run here."""
+    """Train until `turn` raises Over. Raises UserError if the configuration cannot run here."""
     session = TorchBackend().open(race.config)
     turn(None)
     for batch in race.stream():

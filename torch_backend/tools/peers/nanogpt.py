@@ -105,7 +105,7 @@ class Llama(nn.Module):
 
 
 def run(race: Race, turn: Turn) -> None:
-    """Train until `turn` says that it is over."""
+    """Train until `turn` raises Over."""
     config, device = race.config, race.device
     model = Llama(config.model, config.train.sequence_length).to(device)
     model.load_state_dict(race.weights())

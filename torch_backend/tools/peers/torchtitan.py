@@ -204,7 +204,7 @@ def build(race: Race) -> Any:
 
 
 def run(race: Race, turn: Turn) -> None:
-    """Train until `turn` says that it is over."""
+    """Train until `turn` raises Over."""
     trainer = build(race)
 
     def batches() -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -5,7 +5,7 @@
     trainer.train()
     print(watcher)
 
-torchtitan runs forward and backward of all micro-batches, clips and steps inside `train_step`. That method is replaced
+torchtitan runs forward and backward of all micro-batches, clips and steps inside `train_step`. This method is replaced
 on the trainer by one that calls the original. While it runs, `forward_backward_step` and `post_dataloading_process` are
 replaced as well, by ones that keep what they were given: after the last micro-batch, gradients are complete.
 """
@@ -128,7 +128,7 @@ def token_losses(model: Any, part: Mapping[str, Any]) -> Tensor:
         for module in model.modules():
             if type(module).__name__ == "FlexAttention":
                 module.forward = attention_by_formula
-    # Where the loss applies the head chunk by chunk, the model was told to leave it out: this is a copy.
+    # Where the loss applies the head chunk by chunk, the model is set to leave it out: this is a copy.
     model._skip_lm_head = False
     logits: Tensor = model(part["input"], **kwargs)
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
