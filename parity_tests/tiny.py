@@ -47,7 +47,7 @@ def text_bytes() -> np.ndarray:
 
 
 def text_batch(config: RunConfig, seed: int = 0) -> Batch:
-    """Random windows of real text, all loss weights 1; each line is a document where attention asks for them."""
+    """Random windows of real text, all loss weights 1; each line is a document where attention uses them."""
     rows, length = config.train.batch_size, config.train.sequence_length
     data = text_bytes()
     starts = np.random.default_rng(seed).integers(0, len(data) - length - 1, rows)

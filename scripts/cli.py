@@ -49,7 +49,7 @@ if owned(_FOLDER):
 
 
 def own_inductor_cache() -> None:
-    """Set where torch.compile keeps programs, which it loads and unpickles, unless the environment says where.
+    """Set where torch.compile keeps programs, which it loads and unpickles, unless the environment sets the place.
 
     Its own default is a folder of a known name in /tmp, which anybody may have made before. Where ours was, the
     programs go into a new folder that ends with this process.
@@ -157,7 +157,7 @@ def main() -> None:
     own_inductor_cache()
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # What the terminal's encoding lacks is escaped, as Python does on stderr.
+        # Characters that the terminal's encoding lacks are escaped, as Python does on stderr.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -197,7 +197,7 @@ def run(argv: list[str]) -> int:
         print("lockstep: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # What is left in buffers must not fail again at the end, which would change the exit code.
+        # Output left in buffers must not fail again at the end, which would change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except SystemExit as stop:

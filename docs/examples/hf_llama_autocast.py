@@ -3,7 +3,7 @@
     lockstep parity configs/quickstart.toml --precision.casts autocast --compile.enabled false \
         --candidate docs/examples/hf_llama_autocast.py:HfLlamaAutocast
 
-Autocast rounds where Lockstep's own trainer does not: `precision.casts` says so (docs/guide/casts.md).
+Autocast rounds where Lockstep's own trainer does not: `precision.casts` declares it (docs/guide/casts.md).
 """
 
 import torch

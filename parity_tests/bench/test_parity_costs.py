@@ -34,7 +34,7 @@ def test_bytes_by_formula_are_the_bytes(tied, tmp_path):
     found = observe(session, config, probe)
     assert set(found) == set(observation_names(config))
     written = save_observations(tmp_path, 1, batch, probe, found).stat().st_size
-    # The rest is what the file says of itself.
+    # The rest describes the file itself.
     assert observation_bytes(config) <= written < observation_bytes(config) + 4096
 
 

@@ -119,7 +119,7 @@ def test_one_that_hangs_is_ended(tmp_path):
 
 
 class Fake:
-    """Answers at once; says in which order it was asked."""
+    """Answers at once; records the order of its calls."""
 
     def __init__(self, name, order):
         self.name, self.order = name, order

@@ -1,4 +1,4 @@
-"""The study of how matrix units sum: its page is what its file says, and it measures what it names."""
+"""The study of how matrix units sum: its page agrees with its file, and it measures what it names."""
 
 from __future__ import annotations
 

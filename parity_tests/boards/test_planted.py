@@ -1,4 +1,4 @@
-"""Each fault is planted as it says: honest before it acts, wrong from then on; whom it claims to spare, it spares."""
+"""Each fault is planted as declared: honest before it acts, wrong from then on; whom it claims to spare, it spares."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def steps(
         scores = dict(evaluated(session, micro, likeliest, POLICIES, []))
         scores |= sampled_logits(session, config, micro, taps, [])
         attention = shown_attention_logits(session, config, micro, [])
-        # As `lockstep parity` asks for them.
+        # As `lockstep parity` requests them.
         record, _ = ask(session, ShowsStepGradients).step_and_gradients(batch, norms=step % 2 == 0)
         values = {"nll": of_batch.nll, "loss": np.asarray(of_batch.loss), "micro nll": of_micro.nll}
         values |= {name: taps[name] for name in forward if name in taps}

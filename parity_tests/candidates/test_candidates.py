@@ -178,7 +178,7 @@ def test_a_planted_fault_is_named(fault):
 
 
 class Hidden(MyLlama):
-    """A candidate that says nothing of where its rotation is."""
+    """A candidate that does not name the place of its rotation."""
 
     calls = {}
 

@@ -53,7 +53,7 @@ def lockstep(here: Path, capsys: pytest.CaptureFixture[str]) -> Lockstep:
 
 @pytest.fixture
 def refused(lockstep: Lockstep, here: Path) -> Callable[..., str]:
-    """`refused(*arguments)` → the one line that says why; nothing else was printed and no file was written."""
+    """`refused(*arguments)` → the one line with the reason; nothing else was printed and no file was written."""
 
     def call(*arguments: object) -> str:
         before = sorted(here.rglob("*"))

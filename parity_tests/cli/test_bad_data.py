@@ -23,7 +23,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-# What happens to the data, and what must be said of it.
+# Damage to the data, and the words that the message must have.
 DAMAGE = {
     "a byte of a shard": (lambda d: flip(d / "train_00000.bin", 5000), "train_00000.bin is damaged: its checksum"),
     "a byte of the last shard": (lambda d: flip(d / "val_00000.bin", -1), "val_00000.bin is damaged: its checksum"),

@@ -61,7 +61,7 @@ def test_an_unknown_option_beside_a_run_that_goes_on(refused) -> None:
 
 def test_a_missing_positional(refused) -> None:
     assert refused("parity").startswith("command line: CONFIG is missing: lockstep parity CONFIG")
-    told = "lockstep convert FROM TO … (--help says more)"
+    told = "lockstep convert FROM TO … (see --help)"
     assert refused("convert") == f"command line: FROM and TO are missing: {told}"
     assert refused("convert", "runs/tiny") == f"command line: TO is missing: {told}"
     assert refused("report").startswith("command line: RUN is missing: lockstep report RUN")

@@ -1,4 +1,4 @@
-"""scripts/studies/chaos.py: what is killed goes on as if nothing had been, and what does not is told of."""
+"""scripts/studies/chaos.py: a killed process goes on as if nothing had been, and one that does not is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/guide/candidates.md run and end as the page says; a session is always closed."""
+"""The examples of docs/guide/candidates.md run and end as on the page; a session is always closed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_torch_is_a_reference_like_any_other(lockstep: Lockstep, run_file: Path,
 def test_torch_as_the_reference_finds_faults(
     lockstep: Lockstep, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal a line says at once what takes so long."""
+    """On a terminal a line names at once what takes so long."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     said = lockstep(
         "parity", run_file, "--steps", 1, "--quick", "--reference", "torch",

@@ -40,7 +40,7 @@ def test_an_existing_run_stays_until_overwrite(lockstep: Lockstep, refused, run_
     assert content(here / "runs") == before
     said = refused("parity", run_file, "--capsules", "runs/tiny/capsules")
     assert said.startswith("command line: capsules = runs/tiny/capsules: a run's own capsules lie there")
-    # What is wrong with the new run is said before the old one is touched.
+    # Faults of the new run are reported before the old one is touched.
     refused("train", run_file, "--overwrite", "--data.path", "nowhere")
     refused("train", run_file, "--overwrite", "--device", "cuda")
     assert content(here / "runs") == before

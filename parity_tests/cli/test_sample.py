@@ -58,7 +58,7 @@ def test_samples_are_apart_and_the_first_is_the_one_that_is_alone(lockstep: Lock
 
 
 def test_which_checkpoint(lockstep: Lockstep, runs: Path) -> None:
-    # Of an untrained model all tokens are as likely as each other, and the draws alone would decide.
+    # To an untrained model all tokens are equally likely, and the draws alone would decide.
     ask = ("sample", runs / "tiny", "--prompt", "def ", "--tokens", 40, "--temperature", 0)
     assert lockstep(*ask).out == lockstep(*ask, "--step", 4).out != lockstep(*ask, "--step", 2).out
 

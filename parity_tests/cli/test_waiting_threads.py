@@ -1,4 +1,4 @@
-"""Threads of OpenMP spin for a while before they sleep, unless the user says how they wait."""
+"""Threads of OpenMP spin for a while before they sleep, unless the user sets how they wait."""
 
 from __future__ import annotations
 

@@ -382,5 +382,5 @@ def test_a_dumped_config_reloads_to_an_equal_one(config, tmp_path_factory):
 
 def test_every_setting_is_described_or_plain():
     undescribed = {key for key, field in known_settings().items() if not field.description}
-    assert undescribed <= {"log.wandb_project"}, "a setting says what it is"
+    assert undescribed <= {"log.wandb_project"}, "a setting has a description"
     assert not math.isnan(RunConfig().optim.peak_lr)

@@ -1,4 +1,4 @@
-"""A run that asked for checks and made fewer than half of them has not been checked, and it says so."""
+"""A run that made fewer than half of its configured checks has not been checked, and reports it."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ def test_a_made_up_attention_kernel_is_a_setting_and_in_the_plan(monkeypatch: py
     again, kept = (recomputed_flops_per_token(planned(kernel, **block)) for kernel in ("ring", "efficient"))
     assert again is not None and kept is not None
     assert (again["causal"], kept["causal"]) == (2.0 * z.hidden * z.length * ours.model.layers, 0.0)
-    # Of a kernel that no rate is known of, the least is taken.
+    # For a kernel of unknown rate, the least is taken.
     times, of_least = seconds(ours, gpu), seconds(other, gpu)
     assert times is not None and of_least is not None and times.attention == of_least.attention
     assert gpu.attention["efficient"] == min(gpu.attention.values())

@@ -1,4 +1,4 @@
-"""Initial weights: the same bits for the same seed and name, the scale that the paper says, nothing else."""
+"""Initial weights: the same bits for the same seed and name, the scale of the paper, nothing else."""
 
 import hashlib
 import math

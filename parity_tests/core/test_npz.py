@@ -1,4 +1,4 @@
-"""npz files: whatever bit is flipped, the arrays are those that were written, or one line says that they are not."""
+"""npz files: whatever bit is flipped, the arrays are those that were written, or one line reports that they are not."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from lockstep.core.errors import UserError
 from lockstep.core.files.npz import read_npz
 
-# x is larger than what zipfile reads at once: a header that says less leaves its checksum unread.
+# x is larger than what zipfile reads at once: a header that states less leaves its checksum unread.
 ARRAYS = {"names": np.asarray([b"a", b"bcd"]), "x": np.random.default_rng(0).normal(size=(1021, 5))}
 
 

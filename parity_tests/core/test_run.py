@@ -303,7 +303,7 @@ def test_a_resume_that_nobody_listens_to_warns(tmp_path):
         run.resume_from(5)
 
 
-# What the run says of itself
+# run.json
 
 
 def test_every_changed_byte_of_run_json_is_noticed(tmp_path):

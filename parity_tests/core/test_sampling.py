@@ -36,7 +36,7 @@ def plain(logits: list[float], sampling: Sampling) -> list[float]:
 
 
 def differs(logits: list[float], sampling: Sampling) -> bool:
-    """Return whether what is drawn from is not what the plain version says.
+    """Return whether the distribution drawn from is not the plain version's.
 
     Where a sum is within rounding of top_p, either side of it is right.
     """

@@ -120,7 +120,7 @@ def test_no_schedule_jumps_at_a_seam(run):
     optim, steps = run.optim, run.train.steps
     falling = decay_steps(optim, steps)
     root = optim.schedule == "wsd" and optim.decay_shape == "sqrt"
-    # Of its range: the first step of 1 − √x; the steepest of the cosine, π/2 times the mean; 1 of a single step.
+    # The largest changes: the first step of 1 − √x; the steepest of the cosine, π/2 times the mean; 1 of a single step.
     steepest = 1 / math.sqrt(falling) if root else min(math.pi / 2 / falling, 1.0)
     allowed = optim.peak_lr * steepest * (1 - optim.min_lr_ratio) + optim.peak_lr * 1e-12
     for seam in {optim.warmup_steps, steps - falling} - {0, steps}:

@@ -1,4 +1,4 @@
-"""FP8's delayed scaling: its layer in both backends, its history in the state, and what a check says of both."""
+"""FP8's delayed scaling: its layer in both backends, its history in the state, and the check of both."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_a_candidate_without_a_history_is_accused():
 
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
 def test_scales_that_no_step_sets_are_found(probe):
-    """A thorough check loads states, and mends them: it looks before it does. During training they are used."""
+    """A thorough check loads states, and mends them: it reads before it does. During training they are used."""
     config = delayed()
     session, reference = ScalesOnlyLoaded().open(config), sound_reference(JaxBackend(), config)
     origins = []

@@ -59,7 +59,7 @@ def test_packed_documents_are_those_apart(backend, settings):
     tokens = text_batch(session.config).tokens[:1]
     together = logits(session, tokens, DOCUMENTS)[0]
     ends = np.cumsum(LENGTHS)
-    # What stands after a document does not reach it.
+    # Tokens after a document do not reach it.
     apart = np.stack(
         [np.resize(tokens[0, end - length : end], LENGTH) for length, end in zip(LENGTHS, ends, strict=True)]
     )

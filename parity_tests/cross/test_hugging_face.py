@@ -63,7 +63,7 @@ def config_of(policy: str = "fp64", **model):
 
 
 def opinions(config, state, batch, backends=tuple(BACKENDS)):
-    """By backend and name, what each says: logits, NLL, loss, and the gradient of every parameter."""
+    """Return, by backend and name, logits, NLL, loss, and the gradient of every parameter."""
     found = {}
     for name in backends:
         session = BACKENDS[name]().open(config)

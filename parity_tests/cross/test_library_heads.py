@@ -83,7 +83,7 @@ def test_the_twin_has_torch_s_roundings(policy, chunk):
 
 
 def test_more_chunks_are_more_roundings():
-    """Torch's head adds its chunks up in the operand dtype, as the page says."""
+    """Torch's head adds its chunks up in the operand dtype, as documented."""
     exact = of_torch("fp64", TOKENS)[2]
     errors = [apart(of_torch("bf16", chunk)[2], exact) for chunk in (TOKENS, 8, 1)]
     assert errors[0] < errors[1] < errors[2]

@@ -274,7 +274,7 @@ def test_another_polynomial_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rates_and_decay_in_force(name):
-    """Each torch group has lr × its factor at the second step; the record says the schedule's own."""
+    """Each torch group has lr × its factor at the second step; the record has the schedule's own."""
     config = run_of(name)
     session = TorchBackend().open(config)
     records = steps(session, range(2))
@@ -410,7 +410,7 @@ def test_the_fused_adamw_rounds_as_the_other_does(policy, done, decay, lr):
     """torch/aten/src/ATen/native/cpu/FusedAdamKernel.cpp does foreach's operations in foreach's order.
 
     Two roundings differ. Foreach's square root is MKL's, which is not always the nearest number (one in 170 is not on
-    an Intel Xeon, one in six on an AMD EPYC 9005): those weights may end an ulp of the update away. What is left of a
+    an Intel Xeon, one in six on an AMD EPYC 9005): those weights may end an ulp of the update away. The rest of a
     tensor after whole vectors has its second moment from a loop of scalars, in which the compiler contracts the other
     product.
     """
@@ -467,7 +467,7 @@ def test_what_runs_is_said():
 
 
 def test_torchao_compiles_nothing_in_an_eager_run():
-    """Its step asks for torch.compile whatever the run says: on the CPU that takes half a minute."""
+    """Its step uses torch.compile under any settings of the run: on the CPU that takes half a minute."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     steps(TorchBackend().open(run_of("adamw8bit")), range(1))

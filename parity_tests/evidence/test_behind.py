@@ -1,4 +1,4 @@
-"""A folder that a thread writes holds what was put, says what the disk refused, and takes no more than it has room."""
+"""A folder that a thread writes holds what was put, reports a disk's refusal, and takes no more than it has room."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_a_rank_that_keeps_nothing_takes_part():
 
 
 def test_gathering_clears_no_gradient_that_the_optimizer_would_leave():
-    """Of a parameter that the optimizer was built without, it grows from pass to pass, and must be seen to."""
+    """The gradient of a parameter outside the optimizer grows from pass to pass, and the test must see it."""
     session = ParameterNotInOptimizer().open(CONFIG)
     name = "blocks.1.attn.o_proj.weight"
     once, twice = (session.gradients(BATCH).grads[name].copy() for _ in range(2))

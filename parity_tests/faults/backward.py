@@ -285,7 +285,7 @@ class _FlushingLinear(Linear):
 
 
 class SmallGradientsFlushed(TorchBackend):
-    """What the output projection sends back is flushed to zero below 2⁻²⁴, the least number that FP16 has."""
+    """The gradient that the output projection sends back is flushed to zero below 2⁻²⁴, the least FP16 number."""
 
     session_class = swapped(Linear, _FlushingLinear, "*.o_proj")
 

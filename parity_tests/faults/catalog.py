@@ -1,7 +1,7 @@
 """Every planted fault with what is promised of it. Origins follow from the chain of core/parity/reference/stages.py.
 
 A fault in every block is named in the first one forward, block 0, and in the last one backward: there its chain begins.
-A stage's backward owns what it sends back, whatever comes in. What the session does to its program's gradients is
+A stage's backward owns what it sends back, whatever comes in. The session's work on its program's gradients is
 `gradients`, what goes wrong only in a sum of several micro-batches `accumulation`, and what only the program without
 taps does `compiler`. The first link in the chain is the origin: the update's links name their first parameter's layer.
 """
@@ -673,7 +673,7 @@ LOOKING = (
     Fault(looking.CheckpointRoundsWeights, "weights", loss_moves_less_than=TINY),
 )
 
-SECOND_STEP = "`lockstep parity` asks for norms by group in every second step"
+SECOND_STEP = "`lockstep parity` requests norms by group in every second step"
 REPORTS = (
     Fault(reports.TokensOfOneMicroBatch, "record", loss_moves_less_than=TINY),
     Fault(reports.LossWeightIsAMean, "record", loss_moves_less_than=TINY),

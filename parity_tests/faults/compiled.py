@@ -126,7 +126,7 @@ class _Overwriting(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         tokens, weight = ctx.saved_tensors
         flat = tokens.flatten()
-        # Of the places where a token stands only the last one counts, in whatever order they are written.
+        # Only the last place of a token counts, in whatever order they are written.
         later = (flat[:, None] == flat).triu(1).any(1)
         kept = grads[0].flatten(0, 1) * ~later[:, None]
         return None, torch.zeros_like(weight).index_add(0, flat, kept)

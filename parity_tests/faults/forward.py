@@ -62,7 +62,7 @@ def _small_epsilon(model: Transformer) -> None:
 
 
 class NormEpsilon(TorchBackend):
-    """RMSNorm's epsilon 1e-6 where the configuration says 1e-5."""
+    """RMSNorm's epsilon 1e-6 where the configuration has 1e-5."""
 
     session_class = in_model(_small_epsilon)
 

@@ -140,7 +140,7 @@ def _left_out(model: Transformer) -> None:
 
 
 class LayerLeftOutOfFloat8(TorchBackend):
-    """FP8: one layer that should be converted computes in bf16, and nothing says so (torchtitan #4008)."""
+    """FP8: one layer that should be converted computes in bf16, and nothing reports it (torchtitan #4008)."""
 
     session_class = in_model(_left_out)
 
@@ -302,6 +302,6 @@ class _OtherTheSecondTime(SwiGLU):
 
 
 class RecomputeDiffers(TorchBackend):
-    """What the backward pass computes again of SwiGLU is a little longer than it was (pytorch #190758)."""
+    """SwiGLU's recomputed values are a little longer than the first ones (pytorch #190758)."""
 
     session_class = in_model(lambda model: swap(model, SwiGLU, _OtherTheSecondTime))

@@ -1,4 +1,4 @@
-"""Faults of what only looks at a session: it leaves another state than it found, and the steps go on from there."""
+"""Faults of operations that only read a session: they change its state, and the steps go on from there."""
 
 from __future__ import annotations
 

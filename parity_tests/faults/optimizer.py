@@ -53,7 +53,7 @@ class _BetaSession(TorchSession):
 
 
 class WrongBeta(TorchBackend):
-    """β₂ = 0.999 where the configuration says 0.95."""
+    """β₂ = 0.999 where the configuration has 0.95."""
 
     session_class = _BetaSession
 
@@ -346,7 +346,7 @@ class _PlainMomentumSession(TorchSession):
 
 
 class MuonWithoutNesterov(TorchBackend):
-    """Muon orthogonalises its momentum where the configuration says Nesterov's, one gradient ahead of it."""
+    """Muon orthogonalises its momentum where the configuration has Nesterov's, one gradient ahead of it."""
 
     session_class = _PlainMomentumSession
 

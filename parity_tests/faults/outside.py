@@ -106,7 +106,7 @@ class _UnseenSession(TorchSession):
 
 
 class FartherWhenNotShown(TorchBackend):
-    """A step whose gradients nobody looks at moves twice as far."""
+    """A step whose gradients are not read moves twice as far."""
 
     session_class = _UnseenSession
 

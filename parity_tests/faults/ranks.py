@@ -88,7 +88,7 @@ class DdpBypassed(TorchBackend):
 class _StepsOnceARankSession(TorchSession):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         done, ranks = self.steps_done, self.config.train.ranks
-        # What `step` counts up by one is then what the schedule has counted with all ranks' steps.
+        # The count that `step` raises by one is then the schedule's count with all ranks' steps.
         self.steps_done = (done + 1) * ranks - 1
         try:
             record = super().step(batch, norms=norms)

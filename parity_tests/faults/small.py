@@ -57,7 +57,7 @@ class OneLogitColumnOff(TorchBackend):
 
 def _one_doubled(grad: Tensor) -> Tensor:
     size = grad.abs()
-    # Of the tensor's rms: neither the largest nor one that is next to nothing.
+    # An element near the tensor's rms: neither the largest nor one that is next to nothing.
     at = (size - size.square().mean().sqrt()).abs().argmin()
     # By a mask: a compiled program knows no number to index with.
     here = torch.arange(grad.numel(), device=grad.device).view_as(grad) == at

@@ -59,7 +59,7 @@ def test_a_library_s_head_is_its_twin_and_near_fp64(head):
     twin, truth = of(replace(TWIN["bf16"], kernel="cuda"), settings), of(TWIN["fp64"], settings)
     for one, due in zip(ours, truth, strict=True):
         assert np.linalg.norm(one - due) < 4 * UNIT * np.linalg.norm(due)
-    # Of the error that FP64 shows, the twin has most, but for blocks of tokens that cce adds up as they come.
+    # The twin has most of the error that FP64 shows, but for blocks of tokens that cce adds up as they come.
     for one, mirrored, due in zip(ours, twin, truth, strict=True):
         apart, error = np.linalg.norm(one - mirrored), np.linalg.norm(mirrored - due)
         assert apart < (2.0 if head == "cce" else 0.7) * error

@@ -311,7 +311,7 @@ def test_compiled_programs_of_others_are_not_loaded(tmp_path: Path, monkeypatch:
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "said"
 
 
-# What Python's multiprocessing imports in a process that it has just started, and what Lockstep looks for.
+# Modules that Python's multiprocessing imports in a new process, and those that Lockstep searches for.
 SHADOWED = ("multiprocessing", "pickle", "random", "selectors", "wandb_of_nobody")
 
 
@@ -325,7 +325,7 @@ def test_processes_import_nothing_from_the_folder_of_the_command(tmp_path: Path)
     (here / "text").mkdir()
     for number in range(40):
         (here / "text" / f"{number}.txt").write_text(f"some text of document {number}\n" * 30)
-    # As pip writes it: Python looks for modules beside it, and not where it is called.
+    # As pip writes it: Python searches for modules beside it, and not where it is called.
     command.write_text("from lockstep.scripts.cli import main\n\nif __name__ == '__main__':\n    main()\n")
     words = ["data", "prepare", "--data.source", "text", "--data.path", "out", "--workers", "2"]
     done = subprocess.run(
@@ -355,7 +355,7 @@ def test_a_built_in_backend_does_not_open_the_folder_of_the_command(
 
 # The doors that there are
 
-# What can make a program of data, or starts one: file → (name → why it may).
+# Calls that can make a program of data, or start one: file → (name → why it may).
 DOORS: dict[str, dict[str, str]] = {
     "core/load_backend.py": {
         "importlib.import_module": "a backend that the command line names",
@@ -522,7 +522,7 @@ MAY_READ = {
     "scripts/shared/backends.py": "to open it, if it is built in",
     "core/report/figures.py": "to show it",
     "core/report/parts.py": "to show it",
-    "scripts/shared/startup_banner.py": "to show what a backend says of itself",
+    "scripts/shared/startup_banner.py": "to show a backend's description of itself",
 }
 
 

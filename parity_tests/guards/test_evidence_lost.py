@@ -1,4 +1,4 @@
-"""Evidence that a disk refuses, that was changed or taken away: its check is lost, says so in one line, and no more."""
+"""Evidence that a disk refuses, that was changed or taken away: its check alone is lost, which one line reports."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_thread_that_is_gone_is_not_waited_for(
     produce = loader.Prefetcher._produce
 
     def ending(self) -> None:
-        """All is as if the thread were gone: it says nothing."""
+        """All is as if the thread were gone: it gives nothing."""
         self._steps = range(self._steps.start, 6)
         produce(self)
         self._done, self._step = False, 6

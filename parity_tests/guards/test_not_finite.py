@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: the step is left out, the run ends, and the line says where it was first."""
+"""A loss or gradient that is not finite: the step is left out, the run ends, and the line names the first place."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_planted_program_runs_only_by_the_line_that_the_refusal_prints(
     words = shlex.split(line)
     flag = "--backend" if words[0] == "train" else "--candidate"
     assert words[:-2] == ASKED[asked] and words[-2] == flag and words[-1].endswith("mine.py:Mine")
-    # What runs if it is asked for: the plant is alive, and the line is the one to type.
+    # The program runs if the user names it: the plant is alive, and the line is the one to type.
     assert cli.run(words) == 2 and ran(sent)
 
 
@@ -117,7 +117,7 @@ def test_built_in_backends_are_opened_from_a_file(name: str, tmp_path: Path) -> 
     assert type(maker.open("--candidate", None, [])).__name__ in ("TorchBackend", "JaxBackend")
 
 
-# What no line to type is made of: a terminal, a shell and a reader would each see something else.
+# Characters that no line to type may have: a terminal, a shell and a reader would each see something else.
 STRANGE = [
     "\x1b]0;x\x07.py:Mine",
     "'" * 100 + ";touch${IFS}ran;.py:Mine",

@@ -1,4 +1,4 @@
-"""A reference that is killed or hangs: training goes on, and every check that is lost says why."""
+"""A reference that is killed or hangs: training goes on, and every check that is lost has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same under torchrun: rank 0 says whose fault it is, in one line of its own among torchrun's."""
+"""The same under torchrun: rank 0 reports the rank at fault, in one line of its own among torchrun's."""
 
 from __future__ import annotations
 

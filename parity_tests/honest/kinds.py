@@ -25,7 +25,7 @@ def wide(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """`mine` and `plain`, and inputs; FP32's too, as `dtypes` says."""
+    """`mine` and `plain`, and inputs; FP32's too, where `dtypes` has it."""
 
     mine: Callable[..., Any]
     plain: Callable[..., Any]

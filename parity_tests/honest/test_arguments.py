@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a float": (lambda: assert_honest(lambda x: 1.0, lambda x: 1.0, [X], "bf16"), "returned float"),
     "empty": (lambda: assert_honest(gelu, gelu, [X[:0]], "bf16"), "nothing was compared"),
     "NaN alone": (
-        lambda: assert_honest(torch.log, torch.log, [-X.abs()], "bf16"), "nothing can be told of output: plain's"
+        lambda: assert_honest(torch.log, torch.log, [-X.abs()], "bf16"), "nothing can be judged of output: plain's"
     ),
     "no gradient": (lambda: assert_honest(detached, detached, [X], "bf16"), "plain gives no gradient to x"),
     "no digit": (lambda: assert_honest(lambda x: x * 1, there_and_back, [X], "bf16"), "zeros would do as well"),

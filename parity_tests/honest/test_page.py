@@ -1,4 +1,4 @@
-"""The examples of docs/guide/assert_honest.md run as they stand, and end as the page says."""
+"""The examples of docs/guide/assert_honest.md run as they stand, and end as on the page."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lockstep.parity_tests.repository import REPO
 
 FOLDERS = ("configs", "core", "jax_backend", "lockstep", "parity_tests", "scripts", "src", "torch_backend")
 FILES = ("LICENSE", "README.md", "pyproject.toml")
-# What installs from the sources: everything else of the repository stays in it.
+# The files that an install needs: everything else of the repository stays in it.
 SHIPPED = (
     "configs",
     "core",

@@ -20,9 +20,9 @@ from lockstep.parity_tests.repository import REPO
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 REGISTRIES = (LOSS_HEADS, ATTENTION_KERNELS, OPTIMIZERS, POLICIES)
 NAMES = frozenset(name for registry in REGISTRIES for name in registry)
-# What holds such a name: fields of the configuration, and what is read from them.
+# The holders of such a name: fields of the configuration, and values read from them.
 HOLDERS = frozenset({"head", "kernel", "policy", "policies", "optimizer", "operand", "stream", "recipe", "chosen"})
-# Of a section or an object: `optim.name`, `self.name`.
+# Attributes of a section or an object: `optim.name`, `self.name`.
 NAMED = "name"
 # Tables of dtypes and rates by format are no lists of choices.
 LISTED = tuple(frozenset(registry) - FORMATS.keys() for registry in REGISTRIES)

@@ -106,7 +106,7 @@ def test_there_is_a_list_for_every_command():
 
 @pytest.fixture
 def without(monkeypatch):
-    """Hide packages from whoever looks for them."""
+    """Hide packages from every search for them."""
 
     def hide(*names, where=lockstep.scripts.shared.needs):
         real = where.find_spec

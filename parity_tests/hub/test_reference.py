@@ -1,4 +1,4 @@
-"""`lockstep parity --reference hf`: a third opinion judges a step, and says what it does not compare."""
+"""`lockstep parity --reference hf`: a third opinion judges a step, and lists what it does not compare."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_settings_there_and_back() -> None:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    """A config.json that says no more than the sizes."""
+    """A config.json that has no more than the sizes."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     said = {key: SMALL[key] for key in sizes} | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     found = model_of(said, "config.json")[1]

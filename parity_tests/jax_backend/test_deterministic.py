@@ -1,4 +1,4 @@
-"""`deterministic = true` on a GPU: XLA must be told so in the environment."""
+"""`deterministic = true` on a GPU: XLA needs a variable of the environment."""
 
 from __future__ import annotations
 

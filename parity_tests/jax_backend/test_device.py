@@ -1,4 +1,4 @@
-"""Where the reference computes: what JAX is told before it looks for devices. No test here has a GPU."""
+"""Where the reference computes: JAX's settings before it searches for devices. No test here has a GPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_no_gpu(smi, told, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_jax_without_cuda_says_so(smi) -> None:
-    """In a process of its own: JAX itself is told, and finds no GPU."""
+    """In a process of its own: JAX itself is set up, and finds no GPU."""
     smi(80 * 1024)
     program = """
 from lockstep.parity_tests.jax_backend.test_device import on_gpu
@@ -127,7 +127,7 @@ except Exception as error:
 
 
 def test_taps_and_reference_share_the_budget() -> None:
-    """What would do does, and what is just too little does not."""
+    """Enough memory is accepted, and just too little is not."""
     config = on_gpu(1e-4)
     (line,) = over_budget(config, thorough=False)
     enough = float(line.split(": ")[1].removesuffix(" would do"))

@@ -28,7 +28,7 @@ def in_four(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
 
 
-# What the tests that run by default read (slow_tests.toml); the process of the others is started if they run.
+# Results that the tests that run by default read (slow_tests.toml); the process of the others is started if they run.
 BY_DEFAULT = frozenset({"exact tied", "places", "one", "fault not summed"})
 
 
@@ -69,7 +69,7 @@ def test_training_agrees(found, name):
 
 @pytest.mark.parametrize(("policy", "most"), [("fp32", 2), ("bf16", 1), ("fp8_tensorwise", 1)])
 def test_under_a_policy_less_moves_than_the_policy_costs(found, policy, most):
-    """Sums are FP32's, and rounded after they are made over the devices. Of FP32 itself both are as far off."""
+    """Sums are FP32's, and rounded after they are made over the devices. FP32 itself is as far off from either."""
     assert found[f"under {policy}"]["largest"] <= most
 
 

@@ -23,7 +23,7 @@ class Late:
 
 
 class Failing:
-    """Does not open, and says why in two lines."""
+    """Does not open, and gives the reason in two lines."""
 
     name = "failing"
 

@@ -56,7 +56,7 @@ def test_an_earlier_run_goes_on_bit_for_bit(
 def test_a_run_goes_on_with_what_it_keeps_whatever_the_rule_says_then(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With another micro-batch too, and beside its run file, which says `auto`."""
+    """With another micro-batch too, and beside its run file, which has `auto`."""
     assert folder.train("run", EVERY_4) == 0
     losses = folder.losses("run")
     told = folder.run("run").info

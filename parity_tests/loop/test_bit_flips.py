@@ -100,7 +100,7 @@ def test_replay_and_bisect_refuse_and_a_report_says_so(
     monkeypatch.chdir(tmp_path / "base")
     text = {RECORDS: b'"loss": ', CHECKS: b'"value": ', CONFIG: b"peak_lr = 0.00", INFO: b'"parameters": '}[name]
     digit_after(trials, name, text).inflict(tmp_path / "base")
-    # A replay looks at no recorded check.
+    # A replay reads no recorded check.
     for command in ("bisect",) if name == CHECKS else ("replay", "bisect"):
         assert cli.run([command, str(RUN)]) == 2
         said = one_line(capsys.readouterr().err)

@@ -22,7 +22,7 @@ from lockstep.scripts.shared.startup_banner import sequences_of
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
-# Of 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
+# In 12 steps, 8 at 32 tokens a sequence and 4 at 64; the first of the longer ones is step 9.
 GROWING = {"train.curriculum": "32:0.667, 64:0.333", "checkpoint.keep": 20, "checkpoint.best": False}
 SWITCH = 8
 TRACED = {"enabled": True, "backend": "aot_eager"}

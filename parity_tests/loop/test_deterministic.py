@@ -25,7 +25,7 @@ from lockstep.torch_backend.tools.deterministic import switch
 
 STRICT = {"deterministic": True}
 HERE = candidates.__name__
-# Of six steps four warm up; the run is stopped after the second.
+# Four of six steps warm up; the run is stopped after the second.
 LAST, STOP = 6, 2
 SHORT = {**STRICT, "train.steps": LAST, "optim.warmup_steps": 4, "checkpoint.every": STOP, "checkpoint.keep": LAST}
 

@@ -73,7 +73,7 @@ def test_all_ranks_end_if_one_has_a_wrong_record() -> None:
             return compute()
 
         def gather(self, value: Any, asked: str = "") -> list[Any]:
-            return [value, "lr 1, where the schedule says 2"]
+            return [value, "lr 1, where the schedule has 2"]
 
     with pytest.raises(WrongRecord, match=r"^step 3: its record on rank 1 does not follow from the run: lr 1, where"):
         require_prescribed(HONEST, BATCH, 3, CONFIG, Two())

@@ -53,7 +53,7 @@ def test_a_checked_run_that_is_stopped_goes_on_with_its_checks(folder: Folder, s
     settings = {"parity.every": 4, "parity.queue": 10}
     code, _, _ = folder.stop("stopped", settings, signal.SIGINT, after=5)
     assert code == 130
-    # What was under way has been waited for.
+    # The write that was under way has ended.
     done = len(folder.records("stopped"))
     assert [c["step"] for c in folder.run("stopped").checks()] == [s for s in (1, 4, 8) if s <= done]
     assert folder.resume("stopped") == 0

@@ -1,4 +1,4 @@
-"""The loop of a stub: a package that is made in a test says by how much gradients are too long."""
+"""The loop of a stub: a package that is made in a test sets by how much gradients are too long."""
 
 from __future__ import annotations
 

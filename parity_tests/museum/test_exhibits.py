@@ -65,9 +65,9 @@ def test_a_good_file_is_read() -> None:
         (GOOD.replace('loop = "stub_loop"\n', ""), "loop is missing"),
         (GOOD + "year = 2025", "year is no key of an exhibit"),
         (GOOD.replace("one==1.0", "one>=1.0"), "one>=1.0: write a package as name==version"),
-        (GOOD.replace('fixed = ["one==1.1"]\n', ""), "without `fixed` it says under `mended`"),
-        (GOOD + "caught = false", "it is caught, or `missed` says why not"),
-        (GOOD + 'missed = "why"', "it is caught, or `missed` says why not"),
+        (GOOD.replace('fixed = ["one==1.1"]\n', ""), "without `fixed`, `mended` must describe"),
+        (GOOD + "caught = false", "it is caught, or `missed` gives the reason"),
+        (GOOD + 'missed = "why"', "it is caught, or `missed` gives the reason"),
         (GOOD.replace('words = "twice"\n', ""), "names its stage and words"),
     ],
 )

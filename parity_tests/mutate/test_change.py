@@ -1,4 +1,4 @@
-"""Each operator changes what it is given, as it says; a mutant changes the step, and its neighbour does not."""
+"""Each operator changes its input as declared; a mutant changes the step, and its neighbour does not."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_rope_s_angles_in_bf16_are_found_in_a_black_box(trained):
     found = check(BlackBoxRopeAnglesInBf16())
     assert found.verdict == "disagreed"
     means = [f for f in found.findings if f.tap == "geometric mean"]
-    # Of the micro-batch with uneven weights, and of the step with its own.
+    # Gradients of the micro-batch with uneven weights, and of the step with its own.
     assert len(means) == 2 and not all(mean.ok for mean in means)
     assert {f.scope for f in found.findings if not f.ok} == {"end_to_end"}
     assert "mean over layers of attn.q_proj.weight" in {f.tap for f in found.findings if not f.ok}

@@ -106,7 +106,7 @@ class HasNoGradientForEndOfText(TorchSession):
     [(TakesEndOfTextForPadding, ("loss", "forward")), (HasNoGradientForEndOfText, ("embed", "backward"))],
 )
 def test_a_token_that_no_batch_holds_is_put_where_it_is_looked_at(candidate, origin, during_training, config):
-    """The same candidate agrees where nobody says which token ends a document."""
+    """The same candidate agrees where no setting names the token that ends a document."""
 
     def check(session, batch):
         looked_at = recorded.probe_of(batch, config) if during_training else None

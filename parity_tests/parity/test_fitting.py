@@ -1,4 +1,4 @@
-"""A trainer that rounds by another declaration is told which; one that is wrong is not excused by any."""
+"""A trainer that rounds by another declaration gets that one named; one that is wrong is not excused by any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's first check makes a step with NaN, and looks at what the session tells of it and what it changes."""
+"""A run's first check makes a step with NaN, and compares the session's report and its changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TakesNaNForZero(TorchSession):
 
 
 class TellsTheLossBefore(TorchSession):
-    """Leaves the step out, and says nothing of it."""
+    """Leaves the step out without reporting it."""
 
     told = 0.0
 
@@ -64,7 +64,7 @@ class TellsTheLossBefore(TorchSession):
 
 
 class MovesAllTheSame(TorchSession):
-    """Weights decay, and moments with them, before anybody looks at the loss."""
+    """Weights decay, and moments with them, before the loss is tested."""
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         try:
@@ -150,7 +150,7 @@ def test_who_says_that_it_is_not_finite_and_goes_on_is_not_accused_where_nobody_
 
     _, found = check(GoesOn(ENDS), ENDS)
     assert found.verdict == "agreed"
-    assert any("the session makes it; its record says loss nan" in said for said in found.not_covered)
+    assert any("the session makes it; its record has loss nan" in said for said in found.not_covered)
 
 
 def test_who_tells_no_checksums_is_held_to_what_the_record_says() -> None:

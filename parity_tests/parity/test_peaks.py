@@ -1,4 +1,4 @@
-"""What norms of a whole tensor hide: an element, a row, a column, a length among rows that cancel, a share of bits."""
+"""Errors that a tensor's norms hide: an element, a row, a column, a length among rows that cancel, a share of bits."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def honest(reference: Reference) -> Check:
 
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs run eagerly, although the configuration, which the judge reads, says that they are compiled.
+    """Programs run eagerly, although the configuration, which the judge reads, declares them compiled.
 
     Tracing takes nearly all of a test's time.
     """

@@ -1,4 +1,4 @@
-"""A token that repeats says once what it says: a tie in it is one error, and a fault of it stays one."""
+"""A token that repeats counts once: a tie in it is one error, and a fault of it stays one."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wsd, 1 − √": {"schedule": "wsd", "decay_share": 0.4, "decay_shape": "sqrt"},
     "wsd, linear": {"schedule": "wsd", "decay_share": 0.4, "decay_shape": "linear"},
 }
-# Of 20 steps with 5 of warm-up: in the warm-up, the stable phase, the decay, at its end.
+# In 20 steps with 5 of warm-up: in the warm-up, the stable phase, the decay, at its end.
 STEPS = (3, 9, 17, 20)
 
 

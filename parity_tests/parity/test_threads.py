@@ -1,4 +1,4 @@
-"""Two threads judge what one thread judges, of a reference that says that they may ask it, and of no other."""
+"""Two threads judge what one thread judges, with a reference that declares itself thread-safe, and with no other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_two_threads_find_what_one_finds(fault):
 
 
 class Asked:
-    """The JAX reference, which notes who asks its sessions."""
+    """The JAX reference, which notes the threads that call its sessions."""
 
     def __init__(self, threads: bool | None) -> None:
         self.by: set[str] = set()
@@ -72,7 +72,7 @@ class Asked:
 @pytest.mark.parametrize(
     "threads, memory_gb, asked",
     [(None, 0.0, False), (False, 0.0, False), (True, 8.0, False), (True, 0.0, True)],
-    ids=["says nothing", "one", "within a budget", "two"],
+    ids=["undeclared", "one", "within a budget", "two"],
 )
 def test_one_thread_asks_a_reference_that_does_not_say_that_two_may(threads, memory_gb, asked, monkeypatch):
     backend: Any = Asked(threads)

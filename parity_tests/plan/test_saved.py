@@ -71,7 +71,7 @@ def test_eager_to_the_byte_by_part(settings):
 
 @pytest.mark.parametrize("settings", AGAIN, ids=str)
 def test_what_is_computed_again_keeps_its_inputs(settings):
-    """Whole: who holds a checkpoint's inputs cannot be told. Beside tokens and RoPE's tables, which are never freed."""
+    """Whole: a checkpoint's inputs have no known holder. Beside tokens and RoPE's tables, which are never freed."""
     made = config(settings)
     small = 8 * 4 * 32 * 2 + 4 * 32 * made.model.head_dim + 8
     assert sum(count_saved(made).values()) == pytest.approx(sum(estimated(settings).values()), abs=small)

@@ -1,4 +1,4 @@
-"""The parts of a step have their names where a profiler asks for them, and the step is the same."""
+"""The parts of a step have their names where a profiler needs them, and the step is the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks for tests in one process: pytest is rank 0, and what it calls on a session the other processes call as well.
 
-Commands run SPMD under torchrun; a test that looks into a session, or plants a fault, has rank 0 at hand. The others
-are told by name over pipes what to call. They stay for the next test, in whatever module: to start one takes seconds.
+Commands run SPMD under torchrun; a test that reads a session, or plants a fault, has rank 0 at hand. The others
+get the name of each call over pipes. They stay for the next test, in whatever module: to start one takes seconds.
 After trouble all of them are ended, and the next session finds new ones.
 """
 
@@ -155,7 +155,7 @@ class RankedSession(Shown):
             return getattr(self.mine, what)(*arguments, **named)
 
 
-# What a rank that has whole weights computes by itself, and what the others take part in.
+# Calls that a rank with whole weights computes by itself, and those that the others take part in.
 ALONE = ("state", "observe", "sketch", "evaluate", "attention_logits", "next_token_logits")
 TOGETHER = (
     "load",

@@ -1,4 +1,4 @@
-"""Deterministic ranks: when a step repeats, and who says what is refused."""
+"""Deterministic ranks: when a step repeats, and which rank reports a refusal."""
 
 from __future__ import annotations
 

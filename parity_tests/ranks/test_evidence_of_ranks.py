@@ -173,7 +173,7 @@ def test_parts_that_are_not_of_one_tensor_are_refused(harm: str, tmp_path: Path)
 def test_behind_training_a_rank_that_loses_its_part_costs_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1's disk refuses while its thread writes: its step goes on, and rank 0 says that the evidence is lost."""
+    """Rank 1's disk refuses while its thread writes: its step goes on, and rank 0 reports that the evidence is lost."""
     folder, put = tmp_path / "evidence", FolderStore.put
 
     def refused(self: FolderStore, kind: str, name: str, array: np.ndarray) -> None:

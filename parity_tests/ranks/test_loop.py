@@ -18,7 +18,7 @@ BATCH = text_batch(tiny_config())
 
 
 class Rank0:
-    """Rank 0 of two, of which the other one says what it is given."""
+    """Rank 0 of two, of which the other one gives the answers it is made with."""
 
     rank, count = 0, 2
 

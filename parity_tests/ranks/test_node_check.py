@@ -1,4 +1,4 @@
-"""Nodes that run other sources of Lockstep are told apart."""
+"""Nodes that run other sources of Lockstep are found."""
 
 import shutil
 

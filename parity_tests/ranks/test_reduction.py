@@ -116,7 +116,7 @@ def test_ranks_must_have_the_same_sums() -> None:
 
 
 def test_norms_that_are_nan_on_every_rank_are_the_same() -> None:
-    """A step that was left out: every rank says NaN. One that says a number has another norm."""
+    """A step that was left out: every rank reports NaN. One that reports a number has another norm."""
     reports = [
         replace(SAME, record=replace(RECORD, grad_norm=float("nan"), clip_coefficient=float("nan"))) for _ in range(2)
     ]
@@ -156,7 +156,7 @@ Q, UP = "blocks.1.attn.q_rope", "blocks.1.mlp.up_proj.weight"
 def test_a_rank_that_computes_otherwise_is_named_with_its_stage(
     differing: tuple[str, ...], named: list[tuple[str, str, str]]
 ) -> None:
-    """Of what differs on rank 2, the first in the chain; what follows from it accuses nobody."""
+    """The first difference on rank 2 in the chain is named; those that follow from it are no accusation."""
     found = [f for f in judged(ranks=(tapped(), tapped(), tapped(*differing))) if not f.ok]
     assert [(f.stage, f.tap, f.phase) for f in found][: len(named) or None] == named
     assert all(f.note.endswith("on rank 2") for f in found)
@@ -164,7 +164,7 @@ def test_a_rank_that_computes_otherwise_is_named_with_its_stage(
 
 
 def test_a_rank_on_another_processor_is_not_held_to_rank_0s_bits() -> None:
-    """It rounds otherwise, and that says nothing."""
+    """It rounds otherwise, and that is no evidence."""
     other = replace(tapped(Q), processor="another")
     assert [f.tap for f in judged(ranks=(tapped(), other)) if f.stage == "gradients"] == []
     evidence: Any = SimpleNamespace(ranks=(tapped(), other))

@@ -191,7 +191,7 @@ def test_fewer_ranks_go_on_if_the_batch_divides(
     assert "all steps are done" in capsys.readouterr().out
 
 
-# What the nodes have before them
+# The nodes' checkpoints
 
 
 @pytest.mark.usefixtures("in_one_process")

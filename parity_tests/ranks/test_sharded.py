@@ -90,7 +90,7 @@ def test_parts_compute_what_the_whole_computes(config: RunConfig) -> None:
     ours, theirs = parts.gradients(BATCH), one.gradients(BATCH)
     assert ours.grads.keys() == theirs.grads.keys()
     assert max(relative(grad, theirs.grads[name]) for name, grad in ours.grads.items()) < WITHIN
-    # What rank 0 alone computes has its bits.
+    # Results that rank 0 alone computes have its bits.
     ours, theirs = parts.gradients(MICRO), one.gradients(MICRO)
     assert ours.loss == theirs.loss and all(np.array_equal(g, theirs.grads[n]) for n, g in ours.grads.items())
     for _ in range(2):

@@ -141,7 +141,7 @@ def test_where_curves_part(tmp_path: Path) -> None:
     assert parting(a, b).bits is parting(a, b).batch is parting(a, b).apart is None
     assert parting(a, b).common == 150
     found = parting(a, c)
-    # Of an exact 0 any difference is apart.
+    # From an exact 0 any difference is apart.
     assert (found.batch, found.bits, found.apart) == (91, 61, 61) and found.difference == pytest.approx(0.501, abs=0.01)
     found = parting(a, d)
     assert found.apart is None and abs(found.difference) < APART * found.error

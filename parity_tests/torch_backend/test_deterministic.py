@@ -1,7 +1,7 @@
 """`deterministic = true`: torch's modes, what is refused and by which name, and that it changes no bit of what trains.
 
-That a refused operation ends the run, and which one, is seen with `put_`, which torch has no deterministic kernel for
-on any device.
+The test of a refused operation that ends the run, and is named, uses `put_`, which torch has no deterministic kernel
+for on any device.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_after_another_session_on_cuda_it_is_too_late():
         check_deterministic(strict(), CUDA)
 
 
-# What has no deterministic kernel
+# Operations without a deterministic kernel
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_inductor_would_add_atomically_it_does_not(monkeypatch):
             torch.use_deterministic_algorithms(False)
 
 
-# What it changes
+# Its changes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A device that was asked for and is not there is an error that says so."""
+"""A device that was asked for and is not there is an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With the cache and without, the model says the same of what comes next, and as in training."""
+"""With the cache and without, the model predicts the same next tokens, and as in training."""
 
 from __future__ import annotations
 

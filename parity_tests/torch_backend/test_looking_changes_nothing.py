@@ -70,7 +70,7 @@ def test_norms_change_no_weight(program):
 
 @pytest.mark.parametrize("program", [False, True], ids=["eager", "aot_eager"])
 def test_checked_or_not_the_trained_weights_are_equal(program):
-    """Every step checked as during training, and every other one sketched, against a run that nobody looks at."""
+    """Every step checked as during training, and every other one sketched, against a run that is not observed."""
     config = tiny_config("bf16", compiled=program, train={"sequence_length": 32})
     checked, alone = TorchBackend().open(config), TorchBackend().open(config)
     for step in range(4):

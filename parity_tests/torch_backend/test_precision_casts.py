@@ -1,4 +1,4 @@
-"""The compiled program rounds where the policy says: why `emulate_precision_casts` is on.
+"""The compiled program rounds where the policy rounds: why `emulate_precision_casts` is on.
 
 Here nothing but the head rounds: with o_proj and down_proj at zero, the residual stream is the embedding in FP32, and
 the error of the NLL is that of the head's operands. Inductor by itself drops a cast to bf16 and back inside a fusion:

@@ -1,7 +1,7 @@
 """The same weights and batch give the same bits, every time, in every program.
 
 Inductor turns the gradient of `F.embedding` into an atomic scatter-add, whose order changes from run to run where a
-token occurs twice. Whether two threads really meet depends on the machine, so the generated code is read as well.
+token occurs twice. The machine decides whether two threads really meet, so the generated code is read as well.
 """
 
 from __future__ import annotations

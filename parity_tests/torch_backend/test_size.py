@@ -1,4 +1,4 @@
-"""The model is as large as it says: the 1.24B run counted without allocating it."""
+"""The model is as large as its name: the 1.24B run counted without allocating it."""
 
 from __future__ import annotations
 

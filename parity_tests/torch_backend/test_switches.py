@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 POLICIES = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed"]
 MATMUL = "torch.backends.cuda.matmul."
 
-# What somebody else may do, in either generation of torch's switches, and which of them is then found changed.
+# Changes by other code, in either generation of torch's switches, and the switch that is then found changed.
 CHANGES = {
     "allow_tf32": (lambda: setattr(backends.cuda.matmul, "allow_tf32", True), f"{MATMUL}fp32_precision"),
     "fp32_precision": (lambda: setattr(backends.cuda.matmul, "fp32_precision", "tf32"), f"{MATMUL}fp32_precision"),
@@ -81,7 +81,7 @@ def test_each_policy_declares_full_sums_and_its_own_products(policy):
     switches.set()
     assert switches.read() == switches.declared
     allowed = policy == "tf32"
-    # The older generation of switches says the same; it raises where the two were mixed.
+    # The older generation of switches reports the same; it raises where the two were mixed.
     assert backends.cuda.matmul.allow_tf32 is allowed and backends.cudnn.allow_tf32 is allowed
     assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
     assert not backends.cuda.matmul.allow_fp16_reduced_precision_reduction

@@ -193,7 +193,7 @@ def padded(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "padding": (padded, "from_hf does not read the batch's attention_mask, unless it says what is so in any case"),
+    "padding": (padded, "from_hf does not read the batch's attention_mask, unless it holds its default"),
     "no labels": (lambda batch: {"input_ids": batch["input_ids"]}, "the batch has no labels"),
     "no label that counts": (
         lambda batch: {**batch, "labels": torch.full((3, 12), -100)},

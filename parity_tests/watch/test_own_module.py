@@ -329,7 +329,7 @@ def test_random_numbers_that_do_nothing_are_judged() -> None:
 
 
 class HardCoded(Gpt):
-    """Scores a table in bf16, and a norm that asks for FP32."""
+    """Scores a table in bf16, and a norm that casts to FP32."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = torch.arange(WIDTH, dtype=torch.bfloat16).cos()

@@ -29,7 +29,7 @@ def gradients_of_line(params: dict[str, np.ndarray], batch: Any) -> tuple[float,
 
 
 def refused(watcher: Watcher, words: str) -> None:
-    """Training went on to its end, no gradient was judged, and the verdict's line says why."""
+    """Training went on to its end, no gradient was judged, and the verdict's line has the reason."""
     assert watcher.checks and watcher.verdict == "could_not"
     assert all(any(re.search(words, text) for text in check.not_judged) for check in watcher.checks), watcher
     assert re.search(words, watcher.headline) and re.search(words, str(watcher.to_json()["not_judged"]))
@@ -134,7 +134,7 @@ def test_a_name_that_the_model_lacks_is_told() -> None:
     def other(params: dict[str, jax.Array], batch: Any) -> jax.Array:
         return jax_loss(params, batch) + params["head.weight"].sum()
 
-    refused(train(reference=reference(other)), r"asks for 'head\.weight'")
+    refused(train(reference=reference(other)), r"reads 'head\.weight'")
 
 
 def test_a_parameter_that_the_reference_ignores_disagrees() -> None:

@@ -77,7 +77,7 @@ OTHERS = {
 
 
 def told_by(folder: Path, cases: Sequence[str]) -> list[Told]:
-    """Run the cases on two ranks; what each says of them."""
+    """Run the cases on two ranks; return the answers of each."""
     return answers("together_on_two_ranks", str(folder / "store"), *cases)
 
 

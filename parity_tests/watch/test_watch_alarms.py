@@ -1,4 +1,4 @@
-"""The study of `watch`'s false alarms counts what it says: whole checks, and faults that are found."""
+"""The study of `watch`'s false alarms counts what it declares: whole checks, and faults that are found."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def checks_alone(rank: int) -> str:
 
 
 def watches_alone(rank: int) -> str:
-    """Rank 0 calls `watch` and rank 1 does not. Returns what it was told."""
+    """Rank 0 calls `watch` and rank 1 does not. Returns the error it got."""
     model, said = ddp(Gpt()), ""
     if rank == 0:
         try:
@@ -265,7 +265,7 @@ def apart(name: str, rank: int) -> str:
 
 
 def told(watcher: Watcher) -> dict[str, Any]:
-    """Return what a test looks at."""
+    """Return the values that a test reads."""
     bad = next((check for check in watcher.checks if check.verdict == "disagreed"), None)
     broken = [f for f in bad.findings if not f.ok] if bad else []
     return {

@@ -83,7 +83,7 @@ def _bears_on_it(key: str) -> bool:
 
 
 class Plan:
-    """lockstep.core.plan as bench best asks it (core/bench/best.py, `Predicts`)."""
+    """lockstep.core.plan as bench best uses it (core/bench/best.py, `Predicts`)."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.memory = gpu, gpu.memory
@@ -197,7 +197,7 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
     write_atomically(options.out.with_suffix(".md"), [page(data).encode()])
     print(page(data))
     if found.winner is None:
-        raise UserError(f"no candidate could be measured; {options.out.with_suffix('.md')} says why of each")
+        raise UserError(f"no candidate could be measured; {options.out.with_suffix('.md')} lists the reasons")
     write_atomically(options.out, [run_file(options, given, found).encode()])
     print(f"{options.out}: lockstep train {quoted(options.out)}")
     return 0

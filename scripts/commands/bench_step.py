@@ -59,7 +59,7 @@ class Bench:
     ignore_plan: bool = False
     """measure rows too that cannot fit into memory by the plan; they are left out else"""
     minutes: float = 0.0
-    """start no row that would not end in time, as far as can be told; 0 = no limit"""
+    """start no row that would not end in time, as far as is known; 0 = no limit"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """measure nothing: write the results as a page in Markdown"""
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         write_page(options.page, page(results))
         print(options.page)
         return 0
-    # What is wrong with them is said before anything is started.
+    # Their faults are reported before anything is started.
     for path in [options.config] if options.config else CONFIGS.values():
         load_config(path, given)
     return measure(options, given, rows, results)

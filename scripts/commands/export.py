@@ -33,7 +33,7 @@ class Export:
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the last intact)")] = None
     """which checkpoint of a run"""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """format of the numbers; what it rounds is told"""
+    """format of the numbers; its roundings are reported"""
     shard_gb: float = 5.0
     """GB (10^9) of tensors in one file; a larger model has several files and an index"""
     tokenizer: Annotated[
@@ -96,7 +96,7 @@ def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: st
         drawn = "may draw them" if unused > MOST_SUPPRESSED else "draws none of them (generation_config.json)"
         yield f"{unused:,} rows of the vocabulary stand for no token: `generate` {drawn}"
     longest = f"the longest sequence that it was trained on has {config.train.longest} tokens"
-    # GPT-2's own table says how long one may be.
+    # GPT-2's own table limits the length.
     yield f"max_position_embeddings: {longest}" if require_family(config).longest else longest
 
 

@@ -27,7 +27,7 @@ NAME, VERSION, SAID = 23, 22, 12
 class Museum:
     """Run silent bugs that shipped, from the released packages: with the bug, and beside it without.
 
-    Without a name, list them. Ends 0 if everything was caught or missed as its exhibit says, 1 otherwise, 2 if
+    Without a name, list them. Ends 0 if everything was caught or missed as its exhibit declares, 1 otherwise, 2 if
     something could not run.
     """
 

@@ -239,7 +239,7 @@ def command(row: Row, config: Path, given: Mapping[str, str]) -> str:
 
 
 def about(options: Mutate) -> list[str]:
-    """Return what the page says before its tables."""
+    """Return the page's text before its tables."""
     from importlib.metadata import version
 
     versions = f"torch {version('torch').split('+')[0]}, jax {version('jax')}"

@@ -37,7 +37,7 @@ class Replay:
     """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory, a capsule or a loss spike.
 
     The evidence in a capsule is judged again without the candidate. Where there is none, or with --run-again,
-    --candidate or --device, its step is run again and judged in full. Of a run, steps with recorded sketches and a
+    --candidate or --device, its step is run again and judged in full. For a run, steps with recorded sketches and a
     stored state are judged end to end as they were made; steps with a state alone are run again. The batch of a spike
     is run again by the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if
     any disagreed, 2 if it could not (docs/guide/replay.md).

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
     options, _ = parse(Report, "report", argv, with_settings=False)
     if not options.runs:
-        raise UserError(f"{COMMAND_LINE}: RUN is missing: lockstep report RUN … (--help says more)")
+        raise UserError(f"{COMMAND_LINE}: RUN is missing: lockstep report RUN … (see --help)")
     for text in options.runs:
         if problem := path_problem(text) or (not text and "no path"):
             raise UserError(f"{COMMAND_LINE}: RUN = {text!r}: {problem}")

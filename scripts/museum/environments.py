@@ -1,6 +1,6 @@
 """Environments of exhibits: folders of released packages, put ahead of the present environment on the path.
 
-torch and Lockstep are those of the present environment. pip's own configuration says where packages come from.
+torch and Lockstep are those of the present environment. pip's own configuration sets where packages come from.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ class Exhibit:
 
     title: the bug in a sentence. link: its issue or pull request, or empty where there is none.
     packages, fixed: requirements with exact versions that have the bug, and that have it no more. Where nothing is
-    fixed, `fixed` repeats `packages`, and `mended` says what the loop does instead.
+    fixed, `fixed` repeats `packages`, and `mended` describes what the loop does instead.
     loop: a module of `loops/`. settings: keyword arguments of its function.
     acts_at: the step in which the bug acts first; 0 for a single function, which has no steps.
-    stage: what the verdict must name. words: a regular expression that must be found in what it says.
+    stage: what the verdict must name. words: a regular expression that must be found in its words.
     caught: whether a check finds it. missed: why not, if not.
     gone: the part of the package that had the bug is no more.
     what: what the bug does to training, for the page.
@@ -83,9 +83,9 @@ def read_exhibit(name: str, text: str) -> Exhibit:
             raise UserError(f"exhibit {name}: {loose[0]}: write a package as name==version")
     made = Exhibit(name, **given)
     if made.is_mended and not made.mended:
-        raise UserError(f"exhibit {name}: without `fixed` it says under `mended` what its second run does otherwise")
+        raise UserError(f"exhibit {name}: without `fixed`, `mended` must describe what its second run does otherwise")
     if made.caught == bool(made.missed):
-        raise UserError(f"exhibit {name}: it is caught, or `missed` says why not")
+        raise UserError(f"exhibit {name}: it is caught, or `missed` gives the reason")
     if made.caught and not (made.stage and made.words):
         raise UserError(f"exhibit {name}: what is caught names its stage and words")
     return made

@@ -41,7 +41,7 @@ class Told:
 
     @property
     def as_expected(self) -> bool:
-        """Return whether the bug was caught or missed as the exhibit says, and the other run agreed."""
+        """Return whether the bug was caught or missed as the exhibit declares, and the other run agreed."""
         missed = self.shipped["verdict"] != "disagreed"
         return self.fixed["verdict"] == "agreed" and (self.caught if self.exhibit.caught else missed)
 

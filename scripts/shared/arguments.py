@@ -42,7 +42,7 @@ HELP_ALL = "--help-all"
 FEW = 12
 # Characters that are shown of words that are not understood.
 _SHOWN = 120
-# What tyro takes for a flag and not for a value, wherever a value is due.
+# Words that tyro takes for a flag and not for a value, wherever a value is due.
 _LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
 
 
@@ -102,7 +102,7 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str], last: str) -
         # Where all is text and nothing is required, one thing can be wrong.
         flag = _without_value(argv, command)
         said = f"{flag.lstrip('-')} has no value" if flag else f"not understood: {_quoted(argv)}"
-        raise UserError(f"{COMMAND_LINE}: {said} (lockstep {name} --help says more)") from None
+        raise UserError(f"{COMMAND_LINE}: {said} (see lockstep {name} --help)") from None
 
 
 def _all_settings(name: str, flags: Sequence[str]) -> str:
@@ -215,7 +215,7 @@ def _words(kind: Any) -> str:
     return {"BOOL": "true|false", "STR": "TEXT"}.get(words, words)
 
 
-# What was given
+# The settings given
 
 
 def _given(read: Any) -> dict[str, str]:
@@ -253,7 +253,7 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
                 wrong.append(complaint(COMMAND_LINE, field.name, given, error))
     if missing:
         said = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        wrong.append(f"{COMMAND_LINE}: {said}: lockstep {name} {' '.join(needed.values())} … (--help says more)")
+        wrong.append(f"{COMMAND_LINE}: {said}: lockstep {name} {' '.join(needed.values())} … (see --help)")
     return command(**found), wrong
 
 
@@ -292,7 +292,7 @@ def _quoted(words: list[str]) -> str:
 
 
 def check_file(name: str, path: Path | None) -> None:
-    """Raise UserError unless the option `name` says where a file can be written, or nothing.
+    """Raise UserError unless the option `name` is empty, or a path at which a file can be written.
 
     A pipe that nobody reads would be waited for, after all the work; those of the shell are under /dev.
     """

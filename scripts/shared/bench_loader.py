@@ -1,4 +1,4 @@
-"""One contender of `lockstep bench data` in a process of its own (core/bench/turns.py says how it is spoken to).
+"""One contender of `lockstep bench data` in a process of its own (core/bench/turns.py defines the protocol).
 
 Messages: `go` takes some batches; `first N` opens the data anew and makes the first batch from sample N on; `parts`
 times a batch's parts; `end`.
@@ -20,7 +20,7 @@ _TRIES = 3
 
 
 class Contender:
-    """Make batches when a message asks for them; `answer` returns seconds."""
+    """Make batches when a message requests them; `answer` returns seconds."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         module, _, name = job["program"].partition(":")
@@ -35,7 +35,7 @@ class Contender:
         self._batches = 1
 
     def answer(self, message: str) -> dict[str, Any]:
-        """Return what a message asks for."""
+        """Return the answer to a message."""
         if message.startswith("first "):
             return self._first(int(message.partition(" ")[2]))
         if self._loader is None:

@@ -1,6 +1,6 @@
 """One contender of `lockstep bench peers`, or rung of `bench ladder`, in a process of its own.
 
-core/bench/turns.py says how it is spoken to.
+core/bench/turns.py defines the protocol.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Made:
-    """What a step made: record, NLL, gradients, the states around it, the scores of a batch."""
+    """The results of a step: record, NLL, gradients, the states around it, the scores of a batch."""
 
     record: StepRecord
     nll: np.ndarray
@@ -85,7 +85,7 @@ class MutantBench:
             row = self._of_all_ranks(self._measured(row, mutant, place))
             if not row.equivalent:
                 row = self._judged(row, mutant, place)
-        except Exception as error:  # a mutant may break more than it says; the others are tried all the same
+        except Exception as error:  # a mutant may break more than it declares; the others are tried all the same
             if self.ranks.count > 1:
                 raise
             row = replace(row, error=in_one_line(error))

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 DISTRIBUTIONS = {"orbax.checkpoint": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "tomli_w": "tomli-w"}
 
 _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
-# Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting asks
-# for them; this is the rest.
+# Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting
+# names them; this is the rest.
 NEEDS: dict[str, tuple[str, ...]] = {
     "demo": _RUN,
     "data prepare": ("fsspec", "rich", "tokenizers"),

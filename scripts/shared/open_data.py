@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunData:
     """Open and verify the data of a run. `file` and `given` are the run file and the settings on the command line.
 
-    Raises UserError if it is damaged or does not fit, or was never prepared: then it says how to.
+    Raises UserError if it is damaged or does not fit, or was never prepared: then it gives the command.
     """
     from lockstep.core.data.index import INDEX_NAME
     from lockstep.core.files.lock import LOCK_NAME

@@ -107,7 +107,7 @@ class Bench:
         started = time.perf_counter()
         try:
             row = self._judged(row, fault.make(), fault.loader or (lambda batches: batches), last, self.causes)
-        except Exception as error:  # a fault may break more than it says; the others are tried all the same
+        except Exception as error:  # a fault may break more than it declares; the others are tried all the same
             row = replace(row, error=in_one_line(error))
         return replace(row, seconds=time.perf_counter() - started, commit=self._commit)
 
@@ -157,7 +157,7 @@ class Bench:
     def _cause(
         self, backend: Backend, session: Session, evidence: Evidence, check: Check, row: Row, causes: str
     ) -> str:
-        """Return the decoder's note or, if `causes` asks for it, whether the step repeats and which change mends it."""
+        """Return the decoder's note or, if `causes` is set, whether the step repeats and which change mends it."""
         from lockstep.core.capabilities import ranks_of
         from lockstep.core.parity.diagnose.cause import find_cause
         from lockstep.core.parity.diagnose.disagreement import repeated

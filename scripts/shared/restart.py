@@ -1,7 +1,7 @@
 """Resume `lockstep train CONFIG` when torchrun restarts its ranks, or Slurm its job.
 
-Whether that has happened the count of restarts does not say: each of torchrun's agents has its own. A run knows the
-launch that made it, or last went on with it, by name.
+The count of restarts does not show whether that has happened: each of torchrun's agents has its own. A run holds the
+name of the launch that made it, or last went on with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
         return None
     if restarts() and launch_id() is None:
         raise UserError(
-            f"{path}: the ranks were started anew, and it cannot be told whether this launch has made it; "
+            f"{path}: the ranks were started anew, and it is not known whether this launch has made it; "
             f"give torchrun an --rdzv-id (or --standalone), or go on with: lockstep train --resume {quoted(path)}"
         )
     run = RunDir.open(path)

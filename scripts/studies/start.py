@@ -53,7 +53,7 @@ PLAIN = {
 
 def main(argv: list[str]) -> int:
     """Measure rows, or write the page."""
-    parser = argparse.ArgumentParser(description="What the start of a run takes.")
+    parser = argparse.ArgumentParser(description="Measure the time of a run's start.")
     parser.add_argument("rows", nargs="*", help="PROGRAM-CACHES, or prepare (default: all)")
     parser.add_argument("--before", type=Path, help="a clone at the commit to compare with")
     parser.add_argument("--runs", type=int, default=5, help="of each, in turns")

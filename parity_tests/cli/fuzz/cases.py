@@ -27,7 +27,7 @@ KINDS = ("run file", "flags", "together", "command", "environment", "own process
 RUN_FILE = "case.toml"
 SETTINGS = settings()
 OUT = ("--out", "out")
-# What makes a valid run end soon; the settings that a case draws come after it, and win.
+# Settings that make a valid run end soon; the settings that a case draws come after it, and win.
 SHORT = ("--train.steps", "2", "--optim.warmup-steps", "0")
 TRAIN = ("train", "tiny.toml", *OUT, *SHORT)
 

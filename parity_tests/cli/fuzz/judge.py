@@ -1,4 +1,4 @@
-"""What a call came to, and whether that is what a call may come to."""
+"""The outcome of a call, and whether a call may have it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class TooLong(BaseException):
 
 @dataclass(frozen=True)
 class Left:
-    """What a call came to. `code` is None if it was cut short where its work begins, or did not end in time.
+    """The outcome of a call. `code` is None if it was cut short where its work begins, or did not end in time.
 
     changed: paths of the sandbox that are new, gone or other than before. aside: files in the temporary folder.
     """
@@ -330,7 +330,7 @@ _kept_source = functools.cache(_getsource)
 
 
 def _source(what: Any) -> str:
-    """`inspect.getsource`, which tyro asks for every option, once a class: half of the time of a refusal."""
+    """`inspect.getsource`, which tyro calls for every option, once a class: half of the time of a refusal."""
     if getattr(what, "__module__", "") == "types":
         raise OSError("made at run time")
     return _kept_source(what) if isinstance(what, type) else _getsource(what)

@@ -158,7 +158,7 @@ def test_a_last_window_of_fewer_micro_batches_is_divided_by_too_many(tmp_path: P
 
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
-    """It is needed where `training_step` looks at the trainer, which a copy of the module does not have."""
+    """It is needed where `training_step` reads the trainer, which a copy of the module does not have."""
     alone = run(tmp_path, LooksAtTrainer)
     assert alone.verdict == "could_not"
     assert "not attached to a `Trainer`" in alone.headline

@@ -20,7 +20,7 @@ CASES: dict[str, tuple[str, int | None, set[str], str]] = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run on_two_processes.py; what each process says, by case."""
+    """Run on_two_processes.py; return the answers of each process, by case."""
     return answers("adapters.on_two_processes", str(tmp_path_factory.mktemp("two")))
 
 

@@ -1,4 +1,4 @@
-"""An adapter whose library is not installed says so in one line, and how it is."""
+"""An adapter whose library is not installed reports it in one line, with the command that installs it."""
 
 from __future__ import annotations
 
