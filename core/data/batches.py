@@ -19,7 +19,7 @@ def train_batch(
     sequence_length: int,
     end_of_text: int | None = None,
 ) -> Batch:
-    """The batch of a run that has seen `first_token` input tokens.
+    """Return the batch of a run that has seen `first_token` input tokens.
 
     Any part of it is the batch of its own first token: sample i is train_batch(split, sampler,
     first_token + i * sequence_length, 1, sequence_length).

@@ -104,8 +104,8 @@ def read_catalog(
     """Read the whole source once.
 
     A document belongs to the validation split if the hash of its text, as a number in [0, 1), is below `val_fraction`:
-    a copy of a document is in the same split as the document, and adding files moves nothing. Of two or more
-    documents at least one is in each split. A source that is one plain text file is cut at a line's end
+    a copy of a document is in the same split as the document, and adding files moves nothing. If there are two or more
+    documents, at least one is in each split. A source that is one plain text file is cut at a line's end
     into two documents, the last `val_fraction` of it for validation.
 
     Two documents are copies if 128 bits of BLAKE2b over their text are equal; the first in order is no copy.

@@ -19,7 +19,7 @@ from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import require_file
 
-# What may be held in memory when nobody says: other things run on the machine as well.
+# The default share of memory that may be held is one in this many: other things run on the machine as well.
 _MEMORY_SHARE = 4
 
 
@@ -171,7 +171,7 @@ class TokenDataset:
         return self.index.eot_id
 
     def split(self, name: str) -> TokenSplit:
-        """The split "train" or "val".
+        """Return the split "train" or "val".
 
         Raises:
             UserError: there is no such split.
@@ -181,7 +181,7 @@ class TokenDataset:
         return self._splits[name]
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer of this data.
+        """Load the tokenizer of this data.
 
         Raises:
             UserError: tokenizer.json cannot be read.

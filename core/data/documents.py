@@ -84,7 +84,7 @@ def read_documents(
     """Yield the documents of `file` in order, in memory that does not grow with the file.
 
     Args:
-        file: what to read; its kind says how.
+        file: the file to read, by its kind.
         column: the key (JSON lines) or the column (parquet) that holds the text; unused for plain text.
         spans: only what lies in these sorted, disjoint spans; a span may hold many documents. None: all.
         on_broken: raise an error for a record that is no JSON object with text in `column`, or whose bytes in a column
@@ -93,7 +93,7 @@ def read_documents(
     A missing value (null) is yielded as the empty text with the fault `null_documents`.
 
     Raises:
-        UserError: the file cannot be read, is not what its name says, or has no such column.
+        UserError: the file cannot be read, is not of the format in its name, or has no such column.
     """
     reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[file.kind]
     with _readable(file.path):

@@ -13,12 +13,12 @@ from lockstep.core.errors import UserError
 T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
-# How often a consumer that waits looks whether there still is somebody to wait for.
+# Seconds between a waiting consumer's tests whether the producer is still alive.
 _LOOK_SECONDS = 1.0
 
 
 class LoaderError(UserError):
-    """The batch of a step could not be made: which step, and why. What was made before it has been handed out."""
+    """The batch of a step could not be made: which step, and why. Earlier batches have been handed out."""
 
 
 class Prefetcher(Generic[T]):
@@ -59,7 +59,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next step's result; waits for it.
+        """Wait for the next step's result and return it.
 
         Raises:
             StopIteration: after the last step, or after a failure was raised.

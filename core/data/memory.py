@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 def available_memory_bytes() -> int:
     """Bytes that can be taken without swapping: what the kernel reports, within the container's limit.
 
-    Returns 0 where the system says nothing; callers then take the way that needs no memory.
+    Returns 0 where the system reports nothing; callers then take the way that needs no memory.
     """
     limit = _container_bytes()
     machine = _machine_bytes()
@@ -22,7 +22,7 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Bytes that this process could have if it had the machine for itself; 0 where the system says nothing.
+    """Bytes that this process could have if it had the machine for itself; 0 where the system reports nothing.
 
     The least of the machine's memory, the container's limit and the process's own (`ulimit -v`).
     """

@@ -62,7 +62,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser. Array arithmetic in uint64 wraps around, as the algorithm asks."""
+    """splitmix64's finaliser. Array arithmetic in uint64 wraps around, as the algorithm requires."""
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
     return values ^ (values >> _U64(31))

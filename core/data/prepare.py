@@ -195,7 +195,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _identity(settings: PrepareSettings, given: TextTokenizer | None) -> dict[str, Any]:
-    """The settings that decide the contents, as they stand in plan.json and index.json."""
+    """Return the settings that decide the contents, as they stand in plan.json and index.json."""
     return {
         "vocab_size": None if given else settings.vocab_size or DEFAULT_VOCAB_SIZE,
         "tokenizer": given.fingerprint if given else None,
@@ -239,7 +239,7 @@ def _start(
 def _settle_tokenizer(
     identity: dict[str, Any], listing: SourceListing, catalog: Catalog, given: TextTokenizer | None
 ) -> tuple[TextTokenizer, float]:
-    """The tokenizer and its bytes per token, measured on the head of an even sample of the training text."""
+    """Return the tokenizer and its bytes per token, measured on the head of an even sample of the training text."""
     budget = _MEASURED_BYTES if given else _TOKENIZER_SAMPLE_BYTES
     sample = list(sample_training_text(listing, identity["column"], catalog, budget))
     tokenizer = given or train_tokenizer(sample, identity["vocab_size"])
@@ -283,7 +283,7 @@ def _finish(folder: Path, plan: Plan, report: OnProgress, engine: Engine) -> Pre
 
 
 def _kept_header(folder: Path, shard: ShardPlan, tokenizer: TextTokenizer) -> ShardHeader | None:
-    """The header of a shard that is there and whole, else None."""
+    """Return the header of a shard that is there and whole, else None."""
     path = folder / shard.file
     try:
         header = read_header(path)

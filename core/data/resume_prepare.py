@@ -20,7 +20,7 @@ _FIVE_DIGITS = "[0-9]" * 5
 
 
 def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceListing) -> Plan | None:
-    """The plan in `folder` if it is the one that these settings would make; None if there is nothing to go on with.
+    """Return the plan in `folder` if these settings would make the same; None if there is nothing to go on with.
 
     Raises:
         UserError: the folder was prepared with other settings or from another source, or holds files that have no plan.
@@ -43,7 +43,7 @@ def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceList
 
 
 def damaged_shards(folder: Path, index: DatasetIndex) -> list[Path]:
-    """The shards whose size or header is not what the index says; their contents are not read."""
+    """Return the shards whose size or header differs from the index; their contents are not read."""
     return [
         folder / entry.file
         for split in index.splits.values()

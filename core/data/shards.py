@@ -75,7 +75,7 @@ class ShardHeader:
 
 
 def shard_name(split: str, number: int) -> str:
-    """The file of a split's shard."""
+    """Return the file of a split's shard."""
     return f"{split}_{number:05d}.bin"
 
 
@@ -99,11 +99,11 @@ class ShardFile:
 
     @classmethod
     def of(cls, path: Path) -> ShardFile:
-        """The file as it is now. Raises UserError if it is not there."""
+        """Return the file as it is now. Raises UserError if it is not there."""
         return cls(path, _identity(path))
 
     def require_unchanged(self) -> None:
-        """Raise UserError if the file is gone, or another one. What is cut off a mapped file kills who reads there."""
+        """Raise UserError if the file is gone or another one. Reading beyond a cut file's end kills the process."""
         if _identity(self.path) != self.identity:
             raise UserError(f"the shard {self.path} was changed while it was in use; put it back, or prepare it anew")
 
@@ -201,7 +201,7 @@ def read_header(path: Path) -> ShardHeader:
     """Read and check a shard's header and its file's size; not its contents.
 
     Raises:
-        UserError: the file is missing, is no shard, has another version, or its size is not what the header says.
+        UserError: the file is missing, is no shard, has another version, or its size differs from its header's.
     """
     require_file(path)
     try:
@@ -217,12 +217,12 @@ def read_header(path: Path) -> ShardHeader:
         raise UserError(f"{path} has format version {version}, this Lockstep reads version {FORMAT_VERSION}")
     header = ShardHeader(token_bytes, tokens, documents, raw[_FIELDS.size :].hex())
     if token_bytes not in (2, 4) or header.file_bytes != size:
-        raise UserError(f"the shard {path} is damaged: it has {size} bytes, which is not what its header says")
+        raise UserError(f"the shard {path} is damaged: it has {size} bytes, which differs from its header")
     return header
 
 
 def verify_shard(path: Path, header: ShardHeader, vocab_size: int, eot_id: int) -> None:
-    """Check every byte of a shard: the checksum, the ids' range, and that documents end where the table says.
+    """Check every byte of a shard: the checksum, the ids' range, and that documents end where the table has it.
 
     Raises:
         UserError: any of it is wrong.
@@ -242,7 +242,7 @@ def verify_shard(path: Path, header: ShardHeader, vocab_size: int, eot_id: int) 
 
 
 def map_tokens(path: Path, header: ShardHeader) -> Tokens:
-    """The tokens of a shard, shape (tokens,), mapped and not read; the mapping is read-only.
+    """Map the tokens of a shard, shape (tokens,), without reading them; the mapping is read-only.
 
     Raises:
         UserError: the file cannot be mapped.

@@ -57,7 +57,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceListing:
-    """The files of a source, sorted by name. `description` says in words which source it was."""
+    """The files of a source, sorted by name. `description` names the source in words."""
 
     description: str
     files: tuple[SourceFile, ...]

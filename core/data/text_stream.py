@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# What decoding makes of bytes that are no UTF-8; at the end of a text, of a character whose rest is still to come.
+# Decoding's replacement for bytes that are no UTF-8; at the end of a text, of a character whose rest is still to come.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 

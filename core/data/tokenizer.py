@@ -32,7 +32,7 @@ _SAFE_CUT = re.compile(r"\S\n(?=\S)")
 
 
 class TextTokenizer:
-    """Text to token ids and back. What the text says is never a special token.
+    """Text to token ids and back. No part of the text becomes a special token.
 
     Attributes:
         vocab_size: one more than the largest id.
@@ -98,7 +98,7 @@ class TextTokenizer:
                 yield np.array(encoding.ids, dtype=np.uint32), ends.popleft()
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """The text of `ids`, shape (tokens,), with the end of text written out.
+        """Decode `ids`, shape (tokens,), with the end of text written out.
 
         Raises:
             ValueError: an id outside [0, vocab_size).
@@ -172,7 +172,7 @@ def _find_end_of_text(description: dict[str, Any], origin: str) -> tuple[str, in
 
 
 def _without_surprises(description: dict[str, Any], eot_text: str, origin: str) -> dict[str, Any]:
-    """The same tokenizer without truncation and padding, and with an end of text that text cannot spell."""
+    """Return the same tokenizer without truncation and padding, and with an end of text that text cannot spell."""
     if description["model"].get("dropout"):
         raise UserError(f"{origin} drops merges at random (model.dropout); set it to null")
     added = [

@@ -32,7 +32,7 @@ Series = dict[RowKey, Floats]
 
 
 def bias_curves(path: Path, checks: Checks, notes: list[str]) -> Json | None:
-    """The page's curves, from the file at `path` where it is there and whole; None if no sums were judged.
+    """Return the page's curves, from the file at `path` where it is there and whole; None if no sums were judged.
 
     `left` counts comparisons that are not drawn. Each curve: stage, tap, phase, layer, strain (the last, 1 is the
     bound), `x` with its unit, and for `bias` and `gain_bias` values and bounds, of the whole run and of recent checks.
@@ -100,7 +100,7 @@ def _curve(sums: bias.Bias, key: RowKey, series: Floats, checks: Checks) -> Floa
         return None
     curve = sums.curve(name)
     for line in series[::-1]:
-        # A line's value is that of the sums after T checks, bit for bit: it says which T its bounds are of.
+        # A line's value is that of the sums after T checks, bit for bit: so its bounds are of that T.
         at = np.flatnonzero(curve[:, 1] == line[1])
         if len(at):
             break

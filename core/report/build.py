@@ -28,9 +28,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}';
 
 
 def build_report(run_dir: Path, warn: Callable[[str], None] = lambda note: None) -> str:
-    """The report on a run directory as HTML.
+    """Build the report on a run directory as HTML.
 
-    What is damaged or torn is left out, noted on the page, and told to `warn`.
+    Damaged or torn parts are left out, noted on the page, and passed to `warn`.
 
     Raises:
         UserError: there is no complete record, or an intact line of records.jsonl or parity.jsonl cannot be
@@ -121,7 +121,7 @@ def page_of(
 def write_report(run_dir: Path, out: Path | None = None, warn: Callable[[str], None] = lambda note: None) -> Path:
     """Write the report to `out`, or to `report.html` in the run directory, whole or not at all; return where.
 
-    `warn` is told what is damaged.
+    `warn` is called with each damaged part.
 
     Raises:
         UserError: as `build_report`, or the file cannot be written.

@@ -22,7 +22,7 @@ SCHEMAS = (1, 2)
 BASES_LIMIT = 100_000  # characters of basis text that the page carries word for word
 NUMBER = re.compile(r"\d[\d.]*(e[+-]?\d+)?")
 
-# What a cell of the heatmap is: nothing there, held, inherited what was wrong, wrong by itself, the origin named.
+# The states of a heatmap's cell: nothing there, held, inherited what was wrong, wrong by itself, the origin named.
 ABSENT, HELD, CONTAMINATED, ORIGIN, NAMED = range(5)
 # A strain is one byte: `AT_BOUND` is 1, the bound itself, `PER_DECADE` up is ten times that, `BEYOND` is infinite.
 AT_BOUND, PER_DECADE, BEYOND = 127, 42, 255
@@ -115,7 +115,7 @@ class MeasureCells:
 
 @dataclass
 class Checks:
-    """Everything that the page says about the checks of a run."""
+    """All contents of the page about the checks of a run."""
 
     lines: list[tuple[int, str, int]] = field(default_factory=list)  # (step, verdict, broken comparisons)
     counts: Counter[str] = field(default_factory=Counter)
@@ -220,7 +220,7 @@ class Checks:
             stage.worst = worst
 
     def _basis(self, basis: str) -> int:
-        """Number of a basis; beyond `BASES_LIMIT` its figures are left out, so that few texts are left."""
+        """Return the number of a basis; beyond `BASES_LIMIT` its figures are left out, so that few texts are left."""
         if basis not in self.bases:
             if self._bases_size + len(basis) > BASES_LIMIT:
                 basis = f"{NUMBER.sub('#', basis)[:200]} (figures: parity.jsonl)"
@@ -248,7 +248,7 @@ def read_checks(path: Path, about: Json, notes: list[str]) -> Checks:
 
 
 def strain_code(strain: float, ok: bool) -> int:
-    """A strain as one byte, on the right side of the bound: at most `AT_BOUND` if and only if the comparison held."""
+    """Encode a strain as one byte: at most `AT_BOUND` if and only if the comparison held."""
     if not math.isfinite(strain):
         return BEYOND
     place = AT_BOUND + round(PER_DECADE * math.log10(strain)) if strain > 0 else 1

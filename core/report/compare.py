@@ -51,7 +51,7 @@ SCRIPTS = ("page.js", "compare.js")
 
 
 def build_comparison(folders: Sequence[Path], warn: Callable[[str], None] = lambda note: None) -> str:
-    """The comparison of 2 to 8 run directories as HTML; the first one is what the others are held against.
+    """Compare 2 to 8 run directories as HTML; the others are compared with the first one.
 
     Raises UserError if there are too many, one is named twice, or one is no run with records.
     """
@@ -88,7 +88,7 @@ def build_comparison(folders: Sequence[Path], warn: Callable[[str], None] = lamb
             _partings(runs, names),
             _controls(names),
             _frames(specs),
-            _differing("else", "What else differs", "", [surroundings(run) for run in runs], names),
+            _differing("else", "Other differences", "", [surroundings(run) for run in runs], names),
         ]
     )
     return page(f"{' · '.join(names)} · Lockstep comparison", body, data, SCRIPTS)
@@ -101,7 +101,7 @@ def write_comparison(folders: Sequence[Path], out: Path, warn: Callable[[str], N
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The runs' names; of those that share one, their folders."""
+    """Return the runs' names; of those that share one, their folders."""
     names = [parts.name(run) for run in runs]
     shared = {name for name, times in Counter(names).items() if times > 1}
     return [str(run.path) if name in shared else name for run, name in zip(runs, names, strict=True)]
@@ -280,7 +280,7 @@ def _frames(specs: Sequence[Mapping[str, Any]]) -> str:
 
 def _differing(anchor: str, title: str, first: str, each: list[dict[str, Any]], names: Sequence[str]) -> str:
     found = differences(each)
-    # What another version did not have is no choice of the run's.
+    # A setting that another version did not have is no choice of the run's.
     told = {key: values for key, values in found.items() if len({repr(v) for v in values if v is not None}) > 1}
     rest = {key: values for key, values in found.items() if key not in told}
     body = _value_table(first, told, names) if told else '<p class="hint">None.</p>'

@@ -21,7 +21,7 @@ Pairs = list[tuple[int, float]]
 
 
 def charts(records: Records, config: Mapping[str, Any], entropies: Mapping[str, float]) -> list[Json]:
-    """The charts in the order of the page: loss, learning rate, gradient norm, update ratio, throughput.
+    """Return the charts in the page's order: loss, learning rate, gradient norm, update ratio, throughput.
 
     entropies: horizontal lines of the loss chart by label, in nats. A chart without a point is left out.
     """
@@ -140,7 +140,7 @@ def smooth(pairs: Pairs, tau: int) -> Pairs:
 
 
 def thin(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
-    """Indices of at most `limit` points: the ends, each bucket's least, greatest, first non-finite value."""
+    """Return indices of at most `limit` points: the ends, each bucket's least, greatest, first non-finite value."""
     count = len(values)
     if count <= limit:
         return np.arange(count)
@@ -158,7 +158,7 @@ def thin(values: np.ndarray, limit: int = POINTS) -> np.ndarray:
 
 
 def wire(value: float | None, digits: int = 6) -> float | int | str | None:
-    """A number for the page's JSON: `digits` significant digits; NaN and infinities as strings."""
+    """Return a number for the page's JSON: `digits` significant digits; NaN and infinities as strings."""
     if value is None:
         return None
     if not math.isfinite(value):
@@ -178,7 +178,7 @@ def keys_of(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def groups_of(records: Records, prefix: str) -> list[Json]:
-    """A line for each group and outer block of which there is a metric `prefix`NAME."""
+    """Return a line for each group and outer block that has a metric `prefix`NAME."""
     seen = keys_of(section(record, "metrics") for record in records)
     found = [key.removeprefix(prefix) for key in seen if key.startswith(prefix)]
     names = [*(g for g in GROUPS if g in found), *(g for g in found if g not in GROUPS)]
@@ -191,7 +191,7 @@ def groups_of(records: Records, prefix: str) -> list[Json]:
 
 
 def series_of(label: str, colour: str, style: str, pairs: Pairs, *, percent: bool = False) -> Json:
-    """A series as the page's script takes it, thinned."""
+    """Return a series as the page's script takes it, thinned."""
     kept = thin(np.array([value for _, value in pairs]))
     return {
         "label": label,
@@ -217,7 +217,7 @@ def chart_of(
     log: bool = False,
     zero: bool = False,
 ) -> Json:
-    """A chart as the page's script takes it; series without a point are left out."""
+    """Return a chart as the page's script takes it; series without a point are left out."""
     filled = [s for s in series if s["x"]]
     return {
         "id": name,

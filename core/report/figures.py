@@ -35,7 +35,7 @@ class Figure:
 
 
 def figures(run: Run, checks: Checks) -> dict[str, Figure]:
-    """The figures of a run by name, in the order in which they are shown."""
+    """Return the figures of a run by name, in the order in which they are shown."""
     records, last = run.records, run.records[-1]
     planned = section(run.config, "train").get("steps")
     done = run.about.get("finished")
@@ -93,7 +93,7 @@ def surroundings(run: Run) -> dict[str, Any]:
 
 
 def differences(each: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The keys whose values are not the same everywhere, with the value of each (None where there is none)."""
+    """Return the keys whose values differ, with the value of each (None where there is none)."""
     keys = dict.fromkeys(key for one in each for key in one)
     table = {key: [one.get(key) for one in each] for key in keys}
     return {key: values for key, values in table.items() if len(set(map(repr, values))) > 1}

@@ -35,7 +35,7 @@ MAX_CELLS = 1_200_000  # beyond, columns are left out, broken ones last
 METAS = 65_536  # two bytes' worth
 UNEQUAL_DIGITS = 2
 BOUND_DIGITS = 3
-# Groups of lines by the first number of `place`; those after the backward pass are told apart by their phase.
+# Groups of lines by the first number of `place`; those after the backward pass are distinguished by their phase.
 GROUPS = {0: "data and weights", 1: "forward", 2: "backward"}
 AFTER = {"backward": "gradients", "update": "update", "state": "checkpoint", "forward": "evaluation and sampling"}
 UNKNOWN = 9  # stages that this version does not know come last
@@ -45,7 +45,7 @@ Floats = NDArray[np.float64]
 
 
 def encode(checks: Checks) -> dict[str, Any] | None:
-    """The heatmap for the page's JSON, or None if nothing was compared; `left_out` columns are not in it."""
+    """Encode the heatmap for the page's JSON; None if nothing was compared; `left_out` columns are not in it."""
     if not checks.steps:
         return None
     keys, lines, line_of = _lines(checks.rows)
@@ -86,7 +86,7 @@ class _Grid:
         self.at = np.where(column >= 0, row_place[_ints(checks.cells.row)] * len(columns) + column, -1)
 
     def plane(self, values: NDArray[Any], fill: float = 0, of: NDArray[np.int64] | None = None) -> NDArray[Any]:
-        """The plane of `values`, one a cell, or one for each cell in `of`."""
+        """Return the plane of `values`, one a cell, or one for each cell in `of`."""
         at = self.at if of is None else self.at[of]
         plane = np.full(self.size, fill, dtype=values.dtype)
         plane[at[at >= 0]] = values[at >= 0]
@@ -174,7 +174,7 @@ def _depths(keys: Sequence[RowKey]) -> tuple[list[list[Any]], list[int]]:
 
 
 def _columns(checks: Checks, columns: Sequence[int], cost: int, limit: int) -> list[int]:
-    """These columns by step; if they cost more than the limit, broken ones and an even choice of the others."""
+    """Return these columns by step; over the limit, the broken ones and an even choice of the others."""
     by_step = sorted(columns, key=lambda i: checks.steps[i])
     cost = cost * len(by_step) // len(checks.steps)
     if cost <= limit:

@@ -18,7 +18,7 @@ from lockstep.core.run.info import CHANGED
 
 
 def name(run: Run) -> str:
-    """The run's name, else its folder's."""
+    """Return the run's name, else its folder's."""
     return str(run.about.get("name") or run.config.get("name") or run.path.resolve().name)
 
 
@@ -36,7 +36,7 @@ def head(run: Run) -> str:
 
 
 def facts(run: Run) -> str:
-    """The run in numbers, and what it ran on."""
+    """Return the run in numbers, and its hardware."""
     first, last = run.records[0], run.records[-1]
     changed = section(run.about, CHANGED).get("train.steps")
     planned = int(changed) if changed else section(run.config, "train").get("steps")
@@ -122,7 +122,7 @@ def _list(items: Iterable[str]) -> str:
 
 
 def figures_of(specs: Sequence[Mapping[str, Any]], more: Mapping[str, str] | None = None) -> str:
-    """A frame for each chart; more: what its text alternative says besides, by the chart's id."""
+    """Return a frame for each chart; more: additions to its text alternative, by the chart's id."""
     frames = []
     for spec in specs:
         summary = spec["summary"] + (more or {}).get(spec["id"], "")
@@ -137,7 +137,7 @@ def figures_of(specs: Sequence[Mapping[str, Any]], more: Mapping[str, str] | Non
 
 
 def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
-    """An empty frame for each chart, with its text alternative; the page's script draws into it."""
+    """Return an empty frame for each chart, with its text alternative; the page's script draws into it."""
     shares = ", ".join(f"{n} {DISPLAY.get(v, v)}" for v, n in checks.counts.items())
     said = {"loss": f" Parity checks: {shares}."} if checks.lines else {}
     return (
@@ -151,7 +151,7 @@ def chart_frames(specs: Sequence[Mapping[str, Any]], checks: Checks) -> str:
 
 
 def parity(heat: Mapping[str, Any] | None, checks: Checks) -> str:
-    """The frames of the heatmap and of the error's growth through depth, and the controls that both follow."""
+    """Return the frames of the heatmap and of the error's growth through depth, with the controls of both."""
     opening = _opening("parity", "Parity with the reference")
     if heat is None:
         text = "Nothing was compared with the reference." if checks.lines else "No step was checked."
@@ -194,7 +194,7 @@ def choice(name: str, label: str, options: Sequence[str], chosen: str) -> str:
 
 
 def bias_frame(curves: Mapping[str, Any] | None) -> str:
-    """The frame of the bias curves; nothing without sums."""
+    """Return the frame of the bias curves; nothing without sums."""
     if curves is None:
         return ""
     left = f" {plural(curves['left'], 'other comparison')} not drawn." if curves["left"] else ""
@@ -208,7 +208,7 @@ def bias_frame(curves: Mapping[str, Any] | None) -> str:
 
 
 def stages(checks: Checks) -> str:
-    """The worst comparison of each stage over all checks: what broke, then the rest; in the order of the chain."""
+    """Return the worst comparison of each stage over all checks: broken ones first; in the order of the chain."""
     if not checks.stages:
         return ""
     origin = (checks.first_bad and checks.first_bad.origin) or {}
@@ -269,7 +269,7 @@ def _opening(anchor: str, title: str) -> str:
 
 
 def sample(run: Run) -> str:
-    """The last text that the model wrote."""
+    """Return the last text that the model wrote."""
     written = [(r["step"], r["sample"]) for r in run.records if r.get("sample")]
     if not written:
         return ""
@@ -281,7 +281,7 @@ def sample(run: Run) -> str:
 
 
 def config(run: Run) -> str:
-    """The resolved configuration, folded."""
+    """Return the resolved configuration, folded."""
     if not run.config_text:
         return ""
     folded = f"<summary>Resolved configuration</summary><pre>{esc(run.config_text)}</pre>"

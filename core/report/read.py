@@ -1,4 +1,4 @@
-"""Reading a run directory for the report: records, checks, what the run says of itself."""
+"""Reading a run directory for the report: records, checks, and run.json."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def doubled(steps: int) -> str:
 
 
 def json_lines(path: Path, notes: list[str], damaged: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line that is what was written.
+    """Yield (line number, object) of each line that is what was written.
 
-    `notes` is told of the others, and `damaged` is given their numbers; a torn last line is none of these.
+    `notes` gets the others, and `damaged` their numbers; a torn last line is none of these.
     """
     for line in scan_lines(path):
         if line.value is not None:
@@ -95,7 +95,7 @@ def json_lines(path: Path, notes: list[str], damaged: list[int]) -> Iterator[tup
 
 
 def section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The mapping under `key`, empty if there is none."""
+    """Return the mapping under `key`, empty if there is none."""
     value = tree.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -117,7 +117,7 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def _about(run_dir: Path, notes: list[str]) -> Mapping[str, Any]:
-    """The contents of run.json, nothing of one that is damaged; `notes` is told if config.toml is not the run's."""
+    """Read run.json, empty if it is damaged; add to `notes` if config.toml is not the run's."""
     about: Mapping[str, Any] = {}
     try:
         about = read_info(run_dir / "run.json")

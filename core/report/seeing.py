@@ -87,7 +87,7 @@ def seconds(records: Records) -> dict[str, float]:
 
 
 def stacked(records: Records) -> list[Json]:
-    """A series of style `area` for each part: `y` on top of `base`, `own` what the part itself has, in per cent."""
+    """Return a series of style `area` for each part: `y` on top of `base`, `own` the part's own share, in per cent."""
     steps = [record["step"] for record in records if _times(record)]
     if not steps:
         return []

@@ -26,7 +26,7 @@ def embed(value: Any) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for reading: `digits` significant digits, thousands separated, no bare inf or nan."""
+    """Format a number for reading: `digits` significant digits, thousands separated, no bare inf or nan."""
     if value is None:
         return "—"
     if math.isnan(value):
@@ -42,7 +42,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """A large whole number in short: 12.3M, 4.85B."""
+    """Format a large whole number in short: 12.3M, 4.85B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"

@@ -27,7 +27,7 @@ ITEMS = 6  # things not covered before the rest is folded
 
 
 def verdict(checks: Checks) -> str:
-    """The verdict as a section of the page."""
+    """Return the verdict as a section of the page."""
     tone, mark, label = BADGES[checks.verdict]
     body = _disagreed(checks, checks.first_bad) if checks.first_bad else _held(checks)
     return (
@@ -38,7 +38,7 @@ def verdict(checks: Checks) -> str:
 
 
 def where(key: RowKey | Mapping[str, Any]) -> str:
-    """A comparison's or an origin's place as HTML: stage, phase, layer, tap."""
+    """Return a comparison's or an origin's place as HTML: stage, phase, layer, tap."""
     tree = vars(key) if isinstance(key, RowKey) else key
     layer = tree.get("layer")
     parts = [esc(tree.get("phase", "?"))] + ([] if layer is None else [f"layer {esc(layer)}"])
@@ -52,7 +52,7 @@ def measured(measure: Measure) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """The interval that a value must lie in, in words."""
+    """Describe the interval that a value must lie in, in words."""
     if low is not None and high is not None:
         return f"±{number(high)}" if low == -high else f"{number(low)} to {number(high)}"
     if high is not None:

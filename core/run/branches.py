@@ -44,15 +44,15 @@ class Branch(RunDir):
         self._run, self._reach = run, reach
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of this branch and of all before it, by step."""
+        """Return the records of this branch and of all before it, by step."""
         return self._lines(RECORDS, self._run.records())
 
     def checks(self) -> list[dict[str, Any]]:
-        """The checks of this branch and of all before it, by step."""
+        """Return the checks of this branch and of all before it, by step."""
         return self._lines(CHECKS, self._run.checks())
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints of this branch and of all before it, oldest first."""
+        """Return the checkpoints of this branch and of all before it, oldest first."""
         found = [p for p in self._run.checkpoints() if _step(p) <= self._reach]
         for folder, last in self._parts:
             found += [p for p in list_checkpoints(folder) if _step(p) <= last]

@@ -69,7 +69,7 @@ class Checkpoints(Protocol):
 
 
 def checkpoints_of(session: Session, data: RunData, run: RunDir | None, ranks: Ranks) -> Checkpoints:
-    """The checkpoints of a run, on rank 0, which has its directory, or on another."""
+    """Return the checkpoints of a run, on rank 0, which has its directory, or on another."""
     return CheckpointPart(session, ranks) if run is None else Checkpointer(session, data, run, ranks)
 
 
@@ -151,7 +151,7 @@ class Checkpointer:
         good: step of the last check that agreed. If an alarm is to roll the run back, the checkpoint that it vouches
         for is not deleted, nor are those that no check has vouched for yet.
 
-        Raises UserError if the disk refuses the last one of a run. Of others `collect` tells: weights are worth more
+        Raises UserError if the disk refuses the last one of a run. `collect` reports others: weights are worth more
         than one of their copies, and the next interval tries again.
         """
         started = time.perf_counter()
@@ -221,7 +221,7 @@ class Checkpointer:
         self._settle(last)
 
     def _settle(self, last: bool = False) -> None:
-        """Raise what went wrong, or keep it to be told where another one comes after it."""
+        """Raise what went wrong, or keep it to be reported where another one comes after it."""
         if self._failed is None:
             return
         (reason, error), self._failed, self.last = self._failed, None, None

@@ -65,7 +65,7 @@ class RunData:
         return cls(config, dataset, sampler, validation, _sources(config, of) if parts else None)
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimizer step `step`, from 1."""
+        """Return the batch of optimizer step `step`, from 1."""
         train = self.config.train
         first = (step - 1) * train.batch_size * train.sequence_length
         split, end = self.dataset.split("train"), _end_of_text(self.config, self.dataset)

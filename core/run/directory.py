@@ -1,4 +1,4 @@
-"""The run directory: resolved configuration, what the run says of itself, records, checks and checkpoints.
+"""The run directory: resolved configuration, run.json, records, checks and checkpoints.
 
 Everything in it can be read without Lockstep (TOML, JSON, safetensors). One process writes; any number may read.
 """
@@ -93,7 +93,7 @@ class RunDir:
         self._records = JsonLines(path / RECORDS) if lock else None
         self._checks = JsonLines(path / CHECKS) if lock else None
         self._saved = JsonLines(path / SAVED) if lock else None
-        # What `create` made above the directory, outermost first.
+        # The folders that `create` made above the directory, outermost first.
         self._parents: list[Path] = []
 
     @classmethod
@@ -143,7 +143,7 @@ class RunDir:
                 lock.release()
             raise
 
-    # What the run says of itself
+    # run.json
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -151,9 +151,9 @@ class RunDir:
         return self._info
 
     def config_at(self, step: int, device: str | None = None) -> RunConfig:
-        """The configuration in force at step `step` of the run as it is: branches that were begun on purpose change it.
+        """Return the configuration in force at step `step` of the run: branches that were begun on purpose change it.
 
-        device: instead of the run's; what stands for `auto` follows it. Raises UserError if config.toml cannot be read.
+        device: instead of the run's; choices for `auto` follow it. Raises UserError if config.toml cannot be read.
         """
         settings = settings_at(self._info, step - 1)
         if settings == settings_at(self._info) and device in (None, self.config.device):
@@ -217,7 +217,7 @@ class RunDir:
         self._records.append(asdict(record) | plain | told)
 
     def append_check(self, line: Mapping[str, Any]) -> None:
-        """Append a line to parity.jsonl: `Check.to_json()`, or what says why a check was skipped."""
+        """Append a line to parity.jsonl: `Check.to_json()`, or the reason why a check was skipped."""
         self._writer()
         assert self._checks is not None
         self._checks.append(line)
@@ -239,18 +239,17 @@ class RunDir:
                     file.append(line)
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of records.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        """Read the lines of records.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
         return self._read(RECORDS)
 
     def checks(self) -> list[dict[str, Any]]:
-        """The lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
+        """Read the lines of parity.jsonl; a torn last line is left out. Raises UserError if another is damaged."""
         return self._read(CHECKS)
 
     def checks_due(self, last: int) -> list[int]:
-        """The steps up to `last` at which a check was due, by the `parity.every` that each step was made with.
+        """Return the steps up to `last` at which a check was due, by the `parity.every` that each step was made with.
 
         The first step after a resume is one of them, whatever the interval.
-
         Raises UserError if config.toml cannot be read.
         """
         made_with = load_config(self.path / CONFIG).parity.every
@@ -280,7 +279,7 @@ class RunDir:
         Records, checks, observations, spikes and checkpoints of later steps belong to another future. They are moved to
         branches/NNN/, where nothing prunes them, and run.json lists them under `branches`; a branch that is begun on
         purpose leaves such a folder in any case, and is the one of the next number. Damaged lines are moved to
-        damaged/NNN/ and listed under `damaged`; `warn` is told of them, and of steps whose lines are missing.
+        damaged/NNN/ and listed under `damaged`; `warn` is called for them, and for steps whose lines are missing.
         """
         self._writer()
         assert self._records is not None and self._checks is not None and self._saved is not None
@@ -347,7 +346,7 @@ class RunDir:
     def commit_checkpoint(self, pending: Pending, spare: int | None = None, best: int | None = None) -> Path:
         """Put a checkpoint in its place, then delete those that the configuration does not keep.
 
-        best: step of the lowest validation loss, kept if `checkpoint.best` says so. spare: a step; the last checkpoint
+        best: step of the lowest validation loss, kept if `checkpoint.best` is set. spare: a step; the last checkpoint
         at or before it is kept besides, and all later ones. Raises UserError if the disk refuses.
         """
         self._writer()
@@ -369,13 +368,13 @@ class RunDir:
         return list_checkpoints(self.path / CHECKPOINTS)
 
     def latest_checkpoint(self) -> Path | None:
-        """The last checkpoint, not verified; None if there is none."""
+        """Return the last checkpoint, not verified; None if there is none."""
         return next(reversed(self.checkpoints()), None)
 
     def load_latest(
         self, warn: Callable[[str], None], read: Read | None = None, step: int | None = None
     ) -> tuple[State, dict[str, Any], dict[str, np.ndarray]]:
-        """State, extra and random states of the last intact checkpoint; `warn` is told of each one passed over.
+        """Return state, extra and random states of the last intact checkpoint; `warn` gets each one passed over.
 
         read: as `load_checkpoint` takes it. step: that checkpoint and no other. Raises UserError if there is none.
         """
@@ -384,11 +383,11 @@ class RunDir:
         return state, extra, read_random(path)
 
     def checkpoint(self, warn: Callable[[str], None], step: int | None = None) -> Path:
-        """The last intact checkpoint, or that of `step`, which is not verified. Raises UserError if there is none."""
+        """Return the last intact checkpoint, or that of `step`, not verified. Raises UserError if there is none."""
         return self.last_intact(warn) if step is None else self.checkpoint_after(step)
 
     def checkpoint_after(self, step: int) -> Path:
-        """The checkpoint of `step`, not verified. Raises UserError that says which there are, if not that one."""
+        """Return the checkpoint of `step`, not verified. Raises UserError that lists the others if it is missing."""
         found = {step_of(path): path for path in self.checkpoints()}
         if step not in found:
             there = f"its checkpoints are of steps {in_ranges(found)}" if found else "it has no checkpoint"
@@ -396,7 +395,7 @@ class RunDir:
         return found[step]
 
     def last_intact(self, warn: Callable[[str], None]) -> Path:
-        """The last checkpoint whose files are what was written; `warn` is told of each one passed over.
+        """Return the last checkpoint whose files are intact; `warn` is called with each one passed over.
 
         Raises UserError if there is none.
         """

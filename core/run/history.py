@@ -1,7 +1,7 @@
 """A run's history as run.json tells it: which settings are in force at which step, and which branch that is.
 
 A run is one line of steps. `resumes` lists where it was gone on from, in order of time; a resume from an earlier step
-ends what was done after it, and so does a roll-back. What a resume changed of the settings that bear on what a step
+ends what was done after it, and so does a roll-back. A change by a resume to the settings that bear on what a step
 computes holds for the steps after it, until the run is set back before it: a branch, begun on purpose.
 """
 
@@ -21,7 +21,7 @@ Info = Mapping[str, Any]
 
 
 def line(info: Info) -> list[Mapping[str, Any]]:
-    """The resumes that made the run what it is, oldest first: without those that it was set back before."""
+    """Return the resumes in the run's history, oldest first: without those that it was set back before."""
     kept: list[Mapping[str, Any]] = []
     for resume in info.get("resumes", []):
         kept = [*(earlier for earlier in kept if earlier["step"] <= resume["step"]), resume]
@@ -29,9 +29,9 @@ def line(info: Info) -> list[Mapping[str, Any]]:
 
 
 def settings_at(info: Info, done: int | None = None) -> dict[str, str]:
-    """The settings, as text, that were changed since the run was made and are in force after `done` steps.
+    """Return the settings, as text, that were changed since the run was made and are in force after `done` steps.
 
-    done: None for now. What changes nothing of what a step computes (core/run/resume.py) is as it was changed last.
+    done: None for now. Settings that change no step's result (core/run/resume.py) have their last value.
     """
     found: dict[str, str] = {}
     for resume in info.get("resumes", []):
@@ -56,12 +56,12 @@ def values_of(info: Info, key: str, first: str) -> list[tuple[int, str]]:
 
 
 def branches_begun(info: Info) -> list[Mapping[str, Any]]:
-    """The resumes of the run's line that began a branch on purpose."""
+    """Return the resumes of the run's line that began a branch on purpose."""
     return [resume for resume in line(info) if BRANCH in resume]
 
 
 def branch_of(info: Info) -> int:
-    """Number of the branch that the run is on, 1 if none was begun on purpose."""
+    """Return the number of the branch that the run is on, 1 if none was begun on purpose."""
     return next((int(resume[BRANCH]) for resume in reversed(branches_begun(info))), 1)
 
 

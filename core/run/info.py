@@ -1,4 +1,4 @@
-"""run.json: what a run says of itself, sealed, and the settings it was made with, to which config.toml is held."""
+"""run.json: the facts of a run, sealed, and the settings it was made with, to which config.toml is held."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED = 2
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """The contents of a run.json. Raises UserError if it cannot be read or is not what was written."""
+    """Read a run.json. Raises UserError if it cannot be read or is not what was written."""
     info = read_sealed_json(path, indent=2, remedy="put it back as it was written")
     if not isinstance(info.get(SETTINGS), dict):
         raise UserError(f"{path} does not hold the settings of its run ({SETTINGS!r}): another Lockstep wrote it")
@@ -41,8 +41,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def require_unchanged(path: Path, info: Mapping[str, Any]) -> None:
-    """Raise UserError unless the config.toml at `path` says what the run was made with, in whatever layout."""
-    if leads_out(path, path.parent):  # to any file of this machine, whose contents would be told
+    """Raise UserError unless the config.toml at `path` has the run's own settings, in whatever layout."""
+    if leads_out(path, path.parent):  # to any file of this machine, whose contents would be shown
         raise UserError(f"{path} is a link that leads out of the run; put the file there")
     try:
         tree = tomllib.loads(path.read_bytes().decode())

@@ -20,7 +20,7 @@ def launched() -> tuple[int, int] | None:
 def launch_id() -> str | None:
     """Return the id of this launch through torchrun's restarts and Slurm's requeues: its --rdzv-id; None without one.
 
-    `--standalone` draws one. Without either torchrun says "none", which names nothing.
+    `--standalone` draws one. Without either torchrun sets "none", which names nothing.
     """
     found = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return None if found in ("", "none") else found
@@ -39,9 +39,9 @@ def _count(name: str, default: str) -> int:
 
 
 def require_ranks(ranks: int, command: str = "train CONFIG") -> None:
-    """Raise UserError unless torchrun launched as many processes as `train.ranks` says.
+    """Raise UserError unless torchrun launched as many processes as `train.ranks`.
 
-    command: what was called, for the line that says how to launch it.
+    command: what was called, for the line with the command that launches it.
     """
     place = launched()
     if ranks == (place[1] if place else 1):

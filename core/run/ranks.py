@@ -24,7 +24,7 @@ class Ranks(Protocol):
     def of_first(self, compute: Callable[[], T], asked: str = ...) -> T:
         """Return on every rank what `compute` gives on rank 0, where alone it is called; plain data.
 
-        The others wait as long as it takes. asked: what they wait for, in words. What it raises all of them raise: on
+        The others wait as long as it takes. asked: what they wait for, in words. Its error is raised on all of them: on
         the others NotSupported is NotSupported, and anything else a UserError.
         """
         ...

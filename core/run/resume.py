@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.core.config.schema import RunConfig, flatten
 from lockstep.core.errors import UserError
 
-# Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. What is
-# done about a step that is not finite may be changed: that is how a run goes on beyond one.
+# Neither the samples, nor their order, nor what a step computes from them depends on these; rounding may. The
+# handling of a step that is not finite may be changed: that is how a run goes on beyond one.
 ELASTIC = frozenset(
     {
         "device",
@@ -63,7 +63,7 @@ class Changes:
 
 
 def differing(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same in two configurations, with both values."""
+    """Return the settings that differ between two configurations, with both values."""
     first, second = (flatten(config.model_dump(mode="json")) for config in (one, other))
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
 
@@ -71,8 +71,8 @@ def differing(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
 def changes(run: str, own: RunConfig, asked: RunConfig, given: Mapping[str, str], done: int) -> Changes:
     """Return the changes of a run that goes on after `done` steps.
 
-    own: the settings in force there. given: keys of the settings that were given as flags: a run file that says
-    something else begins no branch. Raises UserError that lists what the run keeps, with both values, or what such a
+    own: the settings in force there. given: keys of the settings that were given as flags: a run file with
+    others begins no branch. Raises UserError that lists what the run keeps, with both values, or what such a
     branch cannot have.
     """
     found = {key: values for key, values in differing(own, asked).items() if key != "name" or key in given}

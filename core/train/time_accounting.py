@@ -1,7 +1,7 @@
 """Account for the time of a run: every moment between two records is charged to exactly one part.
 
-The parts of a record add up to the time since the record before it, so that what follows a record (checkpoints, what is
-told) is charged to the next one. Nothing is waited for: a device's own times come from the session (`Timed`).
+The parts of a record add up to the time since the record before it, so that what follows a record (checkpoints,
+messages) is charged to the next one. Nothing is waited for: a device's own times come from the session (`Timed`).
 """
 
 from __future__ import annotations
