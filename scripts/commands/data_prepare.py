@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepare:
-    """Turn text into token shards: `lockstep data prepare CONFIG` prepares the data that a run file asks for.
+    """Turn text into token shards: `lockstep data prepare CONFIG` prepares the data of a run file.
 
     Without CONFIG the defaults hold: the standard library of the running Python, into data/stdlib. Settings are
     flags: --data.source DIR or s3://BUCKET/FOLDER, --data.path OUT, --data.column text, --data.tokenizer FILE,

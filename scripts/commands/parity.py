@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.data import RunData
     from lockstep.core.run.ranks import Ranks
 
-# A check whose passes took so many seconds says so before it goes on to judge them.
+# A check whose passes took so many seconds prints so before it goes on to judge them.
 LONG = 30.0
 
 

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     from lockstep.scripts.shared.startup_banner import versions
 
     if (rank := launched()) is not None and rank[0] > 0:
-        # Rank 0 checks the command line, and says what it came to.
+        # Rank 0 checks the command line, and sends the result.
         return _peer()
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     if options.config is None and options.resume is None:
         raise UserError("name a run file to train, or --resume RUN to go on with one")
     if options.from_step is not None and options.resume is None:
-        raise UserError("--from-step says where --resume RUN goes on: name a run")
+        raise UserError("--from-step sets where --resume RUN goes on: name a run")
     resumed = RunDir.open(options.resume) if options.resume else None
     again = None if resumed else _of_this_launch(options, given)
     if again and again.latest_checkpoint() is not None:
@@ -187,7 +187,7 @@ def _peer() -> int:
 
         def alarm(check: Check) -> tuple[Check, None]:
             if (evidence := ranks.of_first(lambda: None)) is not None:
-                # Rank 0 judges, says who made it, and packs it.
+                # Rank 0 judges, names the rank that made it, and packs it.
                 evidence, check = named(session, evidence, check, config, lambda seen: (seen, []))
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
             return check, None
@@ -371,7 +371,7 @@ def _of_this_launch(options: Train, given: Mapping[str, str]) -> RunDir | None:
 
 
 def _exit_code(run: RunDir, done: int, console: Console) -> int:
-    """The exit code of a run whose steps are all done: 1 if any check disagreed, before or after the resume at `done`.
+    """Return the exit code of a finished run: 1 if any check disagreed, before or after the resume at `done`.
 
     Raises UserError if none disagreed and fewer than half of those that were due were made, by the same record.
     """
@@ -393,7 +393,7 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
 
 @dataclass(frozen=True)
 class _GoingOn:
-    """Where, how and by whom a run goes on. done: steps in the checkpoint, as its name says; 0 if there is none."""
+    """Where, how and by whom a run goes on. done: steps in the checkpoint, by its name; 0 if there is none."""
 
     done: int
     backend: str
@@ -414,9 +414,9 @@ class _GoingOn:
 
 
 def _going_on(run: RunDir, options: Train, given: Mapping[str, str], backend: str) -> _GoingOn:
-    """Raises UserError for settings that a run keeps, or if there is no such checkpoint.
+    """Return the state to resume from. Raises UserError for settings that a run keeps, or without such a checkpoint.
 
-    They are asked for on the command line alone, or with a run file beside, which then must be the run's but for them.
+    Settings are given on the command line alone, or with a run file beside, which then must be the run's but for them.
     """
     from lockstep.core.checkpoint.format import checkpoint_step
     from lockstep.core.config.file import load_config

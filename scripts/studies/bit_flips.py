@@ -6,7 +6,7 @@
 
 A trial takes a copy of a small run that stopped at step 8 of 8, whose last checkpoints are of steps 5 and 6, flips one
 bit, overwrites one byte or cuts the file at a random place, and resumes it as a user does: `lockstep train --resume`.
-What is damaged follows from the trial's number. The run is made once and kept with the trials in .cache/bit_flips;
+The trial's number determines the damage. The run is made once and kept with the trials in .cache/bit_flips;
 --fresh begins anew.
 """
 
@@ -160,7 +160,7 @@ class Trials:
     """The undamaged run, a copy of it to be damaged, and how a run that is not interrupted ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if the run cannot be made, or is not the one that this Lockstep makes."""
+        """Open the base run. Raises UserError if it cannot be made, or is not the one that this Lockstep makes."""
         self.folder, self.base, self.work = folder, folder / "base", folder / "work"
         if not self.base.exists():
             make_run(folder)
@@ -181,7 +181,7 @@ class Trials:
             raise UserError(f"the undamaged run does not resume as it should: {wrong}")
 
     def draw(self, number: int) -> Damage:
-        """The damage of a trial."""
+        """Draw the damage of a trial."""
         chance = random.Random(f"{SEED}/{number}")
         kinds = sorted(self.files)
         path = chance.choice(self.files[kinds[number % len(kinds)]])
@@ -239,7 +239,7 @@ class Trials:
         return (FELL_BACK if "passed over" in said[0] else TOLD), said[0]
 
     def difference(self, end: End, told: bool, cut: bool) -> str:
-        """Describe an unexpected difference, if there is one; lines may be lost if the user was told."""
+        """Describe an unexpected difference, if there is one; lines may be lost if the user was warned."""
         if not same_state(end.state, self.whole.state):
             return "the weights, moments or step differ"
         if end.settings != self.settings:
@@ -248,7 +248,7 @@ class Trials:
             return "run.json differs"
         for name, written in self.whole.lines.items():
             for step, line in end.lines[name].items():
-                # What the resume made anew took another time than it did before.
+                # The steps that the resume made anew took another time than before.
                 timing = TIMING if step > end.resumed else ()
                 if without(line, timing) != without(written.get(step, {}), timing):
                     return f"{name} holds what was never written, at step {step}"
@@ -306,7 +306,7 @@ def by_step(files: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 def without(tree: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """The mapping less these keys."""
+    """Return the mapping less these keys."""
     return {key: value for key, value in tree.items() if key not in keys}
 
 
@@ -349,7 +349,7 @@ class BitFlips:
 
 
 def run_trials(trials: Trials, numbers: Iterable[int], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """The line of each trial."""
+    """Yield the line of each trial."""
     for number in numbers:
         damage, started = trials.draw(number), time.perf_counter()
         outcome, said, _ = trials.trial(damage)
@@ -391,7 +391,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         found = [counts[kind, outcome] for outcome in OUTCOMES]
         text.append(row.format(f"`{kind}`", sum(found), *found))
     found = [sum(counts[kind, outcome] for kind in kinds) for outcome in OUTCOMES]
-    text += [row.format("**all**", *(f"**{n}**" for n in (sum(found), *found))), "", "## What it says", ""]
+    text += [row.format("**all**", *(f"**{n}**" for n in (sum(found), *found))), "", "## Messages", ""]
     for kind, outcome in sorted(counts):
         first = next(line for line in lines if (line["kind"], line["outcome"]) == (kind, outcome))
         if first["said"]:

@@ -53,7 +53,7 @@ from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, of_
 from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
-# What is measured apart: `step`, a whole step with AdamW; what another optimizer or a library's loss head does.
+# The parts measured apart: `step`, a whole step with AdamW; another optimizer or a library's loss head.
 # `casts`: what a plan of casts rounds (`precision.casts`). `plans`: a whole step under another plan than Lockstep's.
 # `families`: stages that no Llama has.
 Part = Literal[
@@ -141,7 +141,7 @@ def of_llama() -> frozenset[str]:
 
 
 def measured_here(recipe: str) -> list[Part]:
-    """The parts whose clean runs are those of this recipe (`measured_under` in calibrated_bounds.py)."""
+    """List the parts whose clean runs are those of this recipe (`measured_under` in calibrated_bounds.py)."""
     kinds = {part: f"forward/{part}" if part.endswith("_head") else f"{part}/update" for part in PARTS}
     kinds["casts"] = f"forward/act{calibrated_bounds.CAST}"
     kinds["plans"] = f"gradients/together{calibrated_bounds.OTHER_PLAN}"
@@ -161,7 +161,7 @@ def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[st
 
 
 def extremes(samples: list[Sample]) -> dict[str, Extremes]:
-    """The extremes of each kind of comparison, in units of the scatter of its size."""
+    """Return the extremes of each kind of comparison, in units of the scatter of its size."""
     found: dict[str, Extremes] = {}
     for kind, d, size in samples:
         one = Extremes.of(d, size)

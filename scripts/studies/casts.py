@@ -63,7 +63,7 @@ def steps(compiled: bool) -> dict[str, list[float]]:
 
 
 def trained() -> tuple[RunConfig, State, Batch]:
-    """The quickstart's model after some training under Lockstep's own casts, and a micro-batch that it has not seen."""
+    """Return the quickstart's model after some training under Lockstep's own casts, and an unseen micro-batch."""
     overrides = {"compile.enabled": "false", "device": "cpu", "train.batch_size": "8", "train.micro_batch_size": "8"}
     config = load_config(RUN, overrides)
     data = open_data(config, RUN, overrides)
@@ -123,7 +123,7 @@ def measure() -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
+    """Write the results as Markdown."""
     own = found["rows"][0]
     lines = [
         "# Plans of casts: what they cost and what they save",

@@ -3,7 +3,7 @@
     python -m lockstep.scripts.studies.chaos --jobs 2             run what is missing, then write docs/results/chaos.md
     python -m lockstep.scripts.studies.chaos --page               only write the page from what has been run
 
-A round starts or resumes `lockstep`, kills it at a moment drawn at random, and looks at what lies on the disk; rounds
+A round starts or resumes `lockstep`, kills it at a moment drawn at random, and compares what lies on the disk; rounds
 follow each other on one run until it has come to its end, and is compared with one that was never killed. Where a kill
 fell is read off the disk, not off what was meant. Rounds are lines of docs/results/chaos.jsonl, written once the run of
 theirs has ended and was compared, so that an interrupted search goes on where it stopped.
@@ -35,7 +35,7 @@ from lockstep.scripts.studies.repository import ROOT
 
 RESULTS, PAGE, WORK = ROOT / "docs/results/chaos.jsonl", ROOT / "docs/results/chaos.md", ROOT / ".cache/chaos"
 
-# What a hundred rounds mean to hit.
+# The aims of a hundred rounds.
 MIX = {
     "opening": 10,
     "training": 20,
@@ -83,7 +83,7 @@ class Chain:
 
 
 def chains(rounds: int, seed: int) -> list[Chain]:
-    """The plan: so many rounds in the shares of `MIX`, as chains."""
+    """Return the plan: `rounds` rounds in the shares of `MIX`, as chains."""
     random = Random(seed)
     drawn: list[str] = []
     while len(drawn) < rounds:
@@ -259,7 +259,7 @@ def words(found: Sequence[Line]) -> str:
         "next start must go on from the last committed checkpoint. At the end weights, optimizer state, records and "
         "the checkpoints that are kept must be those of the run that was never killed, `run.json` must list each "
         "branch, and no record that was ever on the disk may be lost. Data sets and reports are compared byte by byte. "
-        "A kill is counted where the disk says that it fell, and once its run has ended."
+        "A kill is counted where the disk shows that it fell, and once its run has ended."
     )
 
 

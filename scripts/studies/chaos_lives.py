@@ -110,19 +110,19 @@ def make_ground(ground: Path) -> None:
 
 
 def train_words(module: str, ground: Path, run: Path, seed: int, ranks: int = 1) -> list[str]:
-    """A process that trains a new run."""
+    """Return the command of a process that trains a new run."""
     words = ["train", str(ground / "run.toml"), "--data.path", str(ground / "data"), "--out", str(run.parent)]
     words += ["--name", run.name, "--seed", str(seed), "--train.ranks", str(ranks)]
     return command(module, words, ranks)
 
 
 def train_straight(ground: Path, run: Path, seed: int, ranks: int = 1) -> None:
-    """A run that nobody kills; it keeps all its checkpoints, so that any of another's can be compared."""
+    """Train a run that nobody kills; it keeps all its checkpoints, so that any of another's can be compared."""
     run_to_end([*train_words(PLAIN, ground, run, seed, ranks), "--checkpoint.keep", "1000"], run.parent)
 
 
 def prepare_words(module: str, ground: Path, data: Path, workers: int) -> list[str]:
-    """A process that prepares a data set."""
+    """Return the command of a process that prepares a data set."""
     words = [
         "data",
         "prepare",
@@ -199,12 +199,12 @@ class Life(ABC):
             self._failed = f"exit code {ended.code}: {said}" if ended.code else None
         return ended
 
-    # What `look` has found, as the lines of the results say it; `phase` is where the kill fell.
+    # The findings of `look`, as in the lines of the results; `phase` is where the kill fell.
     found: Line
 
     @abstractmethod
     def words(self) -> list[str]:
-        """The process that makes it, or goes on with it."""
+        """Return the command of the process that makes it, or goes on with it."""
 
     @abstractmethod
     def look(self, ended: Ended) -> Iterator[str]:
@@ -244,7 +244,7 @@ class TrainingLife(Life):
         return [*train_words(self.module, self._ground, self._run, self.seed, self._ranks), "--overwrite"]
 
     def look(self, ended: Ended) -> Iterator[str]:
-        """Checkpoints, records and what is told of resumes."""
+        """Compare checkpoints, records and the list of resumes."""
         before, now = self._before, Disk.of(self._run)
         self.found = {
             "phase": f"rank {self.victim}" if self._ranks > 1 else now.phase(before),
@@ -266,7 +266,7 @@ class TrainingLife(Life):
                 yield f"it went on from step {step}; the last committed checkpoint was of step {before.committed[-1]}"
 
     def compare(self) -> Iterator[str]:
-        """Records, checkpoints, left-overs, branches, and that no record was lost."""
+        """Compare records, checkpoints, left-overs and branches, and check that no record was lost."""
         now = Disk.of(self._run)
         yield from self._wrong(now)
         if len(now.lines) != len(self._expected) or not now.info.get("finished"):
@@ -315,7 +315,7 @@ class TrainingLife(Life):
                 yield f"the checkpoint of step {step} differs in {key}"
 
     def _kept(self, newest: int) -> list[int]:
-        """Steps whose checkpoints must be there when that of `newest` is the last."""
+        """Return the steps whose checkpoints must be there when that of `newest` is the last."""
         made = [step for step in self._steps if step <= newest]
         scores = [(r["metrics"][BEST], r["step"]) for r in self._expected[:newest] if BEST in r["metrics"]]
         return sorted({*made[-KEEP:], *[step for _, step in sorted(scores)[:1]]})
@@ -395,7 +395,7 @@ class DataLife(Life):
         return prepare_words(self.module, self._ground, self.place, 1 + self.seed % 2)
 
     def look(self, ended: Ended) -> Iterator[str]:
-        """A folder with an index is finished; any other is refused."""
+        """Check that a folder with an index is finished, and that any other is refused."""
         files = _files(self.place)
         self.found = {"phase": "prepared" if INDEX_NAME in files else "preparing", "files": len(files)}
         if INDEX_NAME in files:
@@ -438,7 +438,7 @@ class ReportLife(Life):
         return command(self.module, ["report", str(self.place)])
 
     def look(self, ended: Ended) -> Iterator[str]:
-        """The old one or the new one."""
+        """Check that the report is the old one or the new one."""
         begun = [path.stat().st_size for path in self.place.glob(BEGUN)]
         self.found = {"phase": "reporting" if begun else "reported", "bytes": max(begun, default=None)}
         if self._file.read_bytes() not in (self._old, self._expected):

@@ -44,7 +44,7 @@ def command(module: str, words: Sequence[str], ranks: int = 1) -> list[str]:
 
 
 def run_to_end(words: list[str], folder: Path) -> Ended:
-    """A process that nobody kills. Raises RuntimeError if it fails."""
+    """Run a process to its end without killing it. Raises RuntimeError if it fails."""
     ended = start(words, folder, None)
     if ended.code != 0:
         raise RuntimeError(f"exit code {ended.code}: {ended.said}")
@@ -54,7 +54,7 @@ def run_to_end(words: list[str], folder: Path) -> Ended:
 def start(words: list[str], folder: Path, moment: Moment | None, delay: float = 0.0, victim: int = 0) -> Ended:
     """Start a process, kill it `delay` seconds after the moment, and wait until all of it is gone.
 
-    victim: the rank that is killed. What it prints stays in `folder`.
+    victim: the rank that is killed. Its output stays in `folder`.
     """
     pipe = folder / "told"
     pipe.unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def _see_through(
 
 
 def _processes(moment: Moment | None, first: subprocess.Popen[bytes]) -> list[int]:
-    """The process, and all that carry the moment in their environment."""
+    """Return the process, and all that carry the moment in their environment."""
     found = [first.pid] if first.poll() is None else []
     if moment is None:
         return found
@@ -117,7 +117,7 @@ def _processes(moment: Moment | None, first: subprocess.Popen[bytes]) -> list[in
 
 
 def _rank(moment: Moment | None, rank: int) -> int:
-    """The process of a rank of torchrun's; 0 if there is none yet."""
+    """Return the process of a rank of torchrun's; 0 if there is none yet."""
     if moment is None:
         return 0
     mine = f"RANK={rank}".encode()

@@ -62,7 +62,7 @@ Optimizer = Literal["adamw", "adamw8bit", "adamw8bit_bnb", "muon"]
 def draw_config(
     seed: int, recipe: str, accumulate: bool | None = None, optimizer: Optimizer = "adamw", casts: bool = False
 ) -> RunConfig:
-    """A random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
+    """Draw a random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
 
     One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
     tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
@@ -124,9 +124,9 @@ OTHER_FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral")
 
 
 def of_family(config: RunConfig, seed: int, family: str | None = None) -> RunConfig:
-    """A drawn run of another family, by default one of OTHER_FAMILIES in turn, with settings that the seed draws.
+    """Turn a drawn run into one of another family, by default OTHER_FAMILIES in turn; the seed draws its settings.
 
-    Windows are shorter than the sequences, and caps of the size of what they cap.
+    Windows are shorter than the sequences, and caps of the size of the values they cap.
     """
     rng = np.random.default_rng([seed, 6])
     family = family or OTHER_FAMILIES[seed % len(OTHER_FAMILIES)]
@@ -188,7 +188,7 @@ def _by_group(rng: np.random.Generator) -> dict[str, float | int | bool | str]:
 
 
 def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
-    """Random windows with uneven loss weights; each line is a document where attention asks for them."""
+    """Random windows with uneven loss weights; each line is a document where attention uses them."""
     data, rows, length = text(), config.train.batch_size, config.train.sequence_length
     starts = rng.integers(0, len(data) - length - 1, rows)
     window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
@@ -200,7 +200,7 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
 
 
 def initial_state(config: RunConfig, seed: int) -> State:
-    """Initial weights of a seed, moments at zero."""
+    """Return the initial weights of a seed, moments at zero."""
     params = init_parameters(config.model, seed)
     kinds = moment_names(config)
     moments = {kind: {n: np.zeros_like(params[n]) for n in names} for kind, names in kinds.items()}
@@ -236,7 +236,7 @@ def clean_evidence(
 
 
 def open_reference(config: RunConfig, ranks: Ranks = ONE) -> Reference:
-    """The JAX reference of a draw, which rank 0 opens."""
+    """Open the JAX reference of a draw, on rank 0."""
     if ranks.count == 1:
         return Reference.open(JaxBackend(), config)
     return Reference.open(JudgeOfRanks(JaxBackend() if ranks.rank == 0 else None, ranks), config)

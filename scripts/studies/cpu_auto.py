@@ -37,7 +37,7 @@ FOREACH = {"attention.kernel": "flash", "optim.fused": "false"}
 
 
 def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
-    """A step of TOKENS tokens in sequences of `length`, all in one micro-batch."""
+    """Return the settings of a step of TOKENS tokens in sequences of `length`, all in one micro-batch."""
     count = str(max(1, TOKENS // length))
     return {
         "device": "cpu",
@@ -112,7 +112,7 @@ def measure() -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
+    """Write the results as Markdown."""
     lines = [
         "# The choices of `auto` on the CPU",
         "",

@@ -55,7 +55,7 @@ FIRST_DRAW = 5000
 
 @dataclass(frozen=True)
 class Kind:
-    """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as the draw says.
+    """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as drawn.
 
     family: of models, with what the draw chooses for it. head: of a library, or Lockstep's own. casts: under a random
     plan of casts. first_draw: those before were looked at while its bounds were set. Chunks of the head, recomputation
@@ -74,7 +74,7 @@ class Kind:
     family: str = ""
 
     def config(self, draw: int) -> RunConfig:
-        """The run of a draw."""
+        """Return the run of a draw."""
         config = draw_config(draw, self.recipe, self.accumulate, self.optimizer, self.casts)
         if self.family:
             config = of_family(config, draw, self.family)
@@ -145,7 +145,7 @@ draw 5001, had 28 tokens of a run of one letter with the same numbers, one of th
 token counts once. One, of compiled bf16, had a length between both programs in a gradient in which one token outweighs
 all others: the twin had a single row exact by chance, and errors of either side weigh a row now. In another an ulp of
 one loss weight made a whole token round otherwise: two tokens have the ulp in turn. One, of Muon, had four sampled
-tokens, one of which carried the twin's error: tokens count by that error. Of torch's loss head 22 of 48 checks were
+tokens, one of which carried the twin's error: tokens count by that error. With torch's loss head 22 of 48 checks were
 accused: with one weight an ulp larger it scales every gradient otherwise, and the weight is an ulp smaller now. These
 draws were made anew. Other checks of before are counted on, since each of these rules but the last accuses no more
 than the one before. Lines of before a new check say nothing of that check: the step held to itself under other weights,
@@ -181,7 +181,7 @@ that are looked at, but for FP8, and in each first check a step that is not fini
 history of amaxes; so had all lines of the other families, and no other line had.
 
 Sampling at a drawn place accused one of 16 checks of FP16's draw 5004, by 0.5 %: seventeen tokens of one sequence share
-errors of the keys and values that they read, and count as four since. That check is among what the bound rests on; the
+errors of the keys and values that they read, and count as four since. This check is among what the bound rests on; the
 draw was made anew.
 
 During training stages are examined on other sequences from check to check; the count is of the first and the last of
@@ -297,7 +297,7 @@ def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
 
 
 def upper_bound(alarms: int, checks: int) -> float:
-    """The rate under which so few alarms have a probability of 5 % (Poisson; 3/n when there are none)."""
+    """Return the rate under which so few alarms have a probability of 5 % (Poisson; 3/n when there are none)."""
     low, high = 0.0, 50.0 + 2 * alarms
     for _ in range(60):
         rate = (low + high) / 2

@@ -99,7 +99,7 @@ def run_chunk(sandbox: Sandbox, seed: int) -> dict[str, Any]:
 
 
 def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of the code as it is."""
+    """Return the lines of the code as it is."""
     now = digest()
     return [line for line in lines if line["digest"] == now]
 
@@ -163,7 +163,7 @@ Cut short: no case trains more than two steps; three quarters of the valid runs 
 checks before the reference starts. `torch.compile` hands the program back, the bench's worker times nothing, no fault
 is planted, wandb is not installed, and no run is checked by a worker. Not covered: CUDA, torchrun, the network.
 
-That the search can fail is tested (parity_tests/cli/test_fuzz.py): without the rules over several settings, with one
+A test shows that the search can fail (parity_tests/cli/test_fuzz.py): without the rules over several settings, with one
 refusal raised as another exception, or with a run that is left half made, it finds cases that are WRONG.
 
 ## What it found
@@ -175,7 +175,7 @@ The cases stay in the pool.
 |---|---|
 | `report RUN --out DEVICE` or a pipe, as root | the device was replaced by a file |
 | a flag with the value `None` | it was taken for not given, silently |
-| stdout read by nobody (`\\| head`) | exit code 1, which says that a check disagreed |
+| stdout read by nobody (`\\| head`) | exit code 1, which means that a check disagreed |
 | `--help` on a terminal of two columns | no end |
 | `--help` with stdout closed | an exception out of tyro |
 | `--json` or `--page` on a pipe that nobody reads | no end, after all the work |

@@ -78,7 +78,7 @@ class Run:
     steps: int = 1000
 
     def backend(self) -> TorchBackend:
-        """The trainer, at fault from the first step that its class says."""
+        """Return the trainer, at fault from the first step that its class names."""
         return getattr(suspects(), self.suspect)() if self.suspect else TorchBackend()
 
 
@@ -107,7 +107,7 @@ BY_KEY = {run.key: run for run in RUNS}
 
 @cache
 def suspects() -> Any:
-    """The module docs/results/incident/suspects.py, a file for `--candidate` that belongs to no package."""
+    """Load docs/results/incident/suspects.py, a file for `--candidate` that belongs to no package."""
     found = importlib.util.spec_from_file_location("incident_suspects", FOLDER / "suspects.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -116,7 +116,7 @@ def suspects() -> Any:
 
 
 def config_of(run: Run) -> RunConfig:
-    """A Llama of two blocks over bytes, bf16, eager, [4, 256] tokens a step."""
+    """Configure a Llama of two blocks over bytes, bf16, eager, [4, 256] tokens a step."""
     return RunConfig(
         device="cpu",
         model=ModelConfig(vocab_size=VOCAB, hidden=128, layers=2, heads=4, kv_heads=2, ffn_hidden=256),
@@ -152,7 +152,7 @@ def mean_nll(session: TorchSession, batch: Batch) -> float:
 
 
 def largest_logit(session: TorchSession, batch: Batch) -> float:
-    """The largest magnitude of a logit on this batch, under the run's precision."""
+    """Return the largest magnitude of a logit on this batch, under the run's precision."""
     with torch.no_grad():
         trunk = session.model.trunk(session.to_device(batch)[0], session.policy)
         return session.model.logits(trunk, session.policy).abs().max().item()
@@ -210,18 +210,18 @@ def signature(curves: Curves, metric: str, honest: float) -> int | None:
 
 
 def end(curves: Curves, name: str) -> float:
-    """The mean of the last ten measurements; NaN if one of them was not finite."""
+    """Return the mean of the last ten measurements; NaN if one of them was not finite."""
     return float(np.mean(np.array(curves[name][-10:], np.float64)))
 
 
 def train_by_key(key: str) -> tuple[str, dict[str, Any]]:
-    """A run by its key, for a worker process: on one thread."""
+    """Train a run by its key, for a worker process: on one thread."""
     torch.set_num_threads(1)
     return key, train(BY_KEY[key])
 
 
 def summed_in_bf16() -> dict[str, float]:
-    """True mean → the mean that a bf16 accumulator reports of [32, 2048] tokens with exponentially spread losses."""
+    """Map true means to a bf16 accumulator's, over [32, 2048] tokens with exponentially spread losses."""
     spread = torch.from_numpy(np.random.default_rng(0).exponential(1.0, 32 * 2048).astype(np.float32))
     means = {x: float(suspects().bf16_running_sum(spread * x)) / spread.numel() for x in (1.0, 2.0, 4.0, 8.0)}
     return {f"{x:g}": float(f"{mean:.2g}") for x, mean in means.items()}
@@ -256,7 +256,7 @@ def first_disagreement(run: Run, steps: int = 10) -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A JSON file of this page. Raises UserError if it was not made yet."""
+    """Read a JSON file of this page. Raises UserError if it was not made yet."""
     path = FOLDER / f"{name}.json"
     if not path.exists():
         made_by = {"runs": "train", "checks": "checks"}[name]
@@ -364,12 +364,12 @@ def make_page() -> None:
 
 
 def loss(value: float) -> str:
-    """A loss in nats for the table."""
+    """Format a loss in nats for the table."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.1e}"
 
 
 def largest_difference(curves: Curves) -> float:
-    """The largest difference of reported and recomputed loss, relative to the latter."""
+    """Return the largest difference of reported and recomputed loss, relative to the latter."""
     reported, fp32 = (np.array(curves[name], np.float64) for name in ("reported", "fp32"))
     return float(np.max(np.abs(reported - fp32) / fp32))
 
@@ -379,7 +379,7 @@ class Incident:
     """Make the runs, the checks or the page of docs/results/incident.md."""
 
     what: Annotated[Literal["train", "checks", "page"], tyro.conf.Positional]
-    """train: every run; checks: what the engine says of each suspect; page: figure and text from both"""
+    """train: every run; checks: the engine's verdict on each suspect; page: figure and text from both"""
     only: tuple[str, ...] = ()
     """keys of the runs to make again; the others are kept"""
     jobs: int = 2

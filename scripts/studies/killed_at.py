@@ -50,12 +50,12 @@ class Moment:
     slowly: bool = False
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, and the moment."""
+        """Return this process's environment, and the moment."""
         return os.environ | {VARIABLE: json.dumps(asdict(self))}
 
 
 def watch(moment: Moment) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that tells of the moment, and ends the process if that is wanted."""
+    """Return an audit hook that reports the moment, and ends the process there if that is wanted."""
     pipe = os.open(moment.told, os.O_WRONLY)
     start, matched, after = re.compile(moment.start), 0, -1
 

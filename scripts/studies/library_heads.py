@@ -112,7 +112,7 @@ def run(how: str, chunk: int, policy: str) -> Result:
 
 
 def twin(how: str, chunk: int, policy: str) -> Result:
-    """The same by the reference's mirror of a library's casts."""
+    """Compute the same by the reference's mirror of a library's casts."""
     x, weight, targets, weights, total = (t.detach().numpy() for t in inputs())
     settings = LossConfig.model_validate({"head": how, "chunk": chunk})
 
@@ -147,7 +147,7 @@ def row(how: str, chunk: int, policy: str, truth: Result) -> str:
 
 
 def of(package: str) -> str:
-    """A package and its version, or nothing where it is not installed."""
+    """Return a package and its version, or nothing where it is not installed."""
     try:
         return f", {package} {version(package)}"
     except PackageNotFoundError:

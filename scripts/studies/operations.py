@@ -169,7 +169,7 @@ PATCHES: dict[str, tuple[str, Callable[..., Any] | None]] = {
 
 
 def planted(fault: str, device: str) -> tuple[nn.Module, AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """A model, and the contexts in which it is wrong and otherwise right."""
+    """Return a model, and the contexts in which it is wrong and otherwise right."""
     torch.manual_seed(0)
     model = gpt2()
     if fault in KERNELS:
@@ -294,7 +294,7 @@ def cost(device: str) -> Iterator[Row]:
 
 
 def page(rows: list[Row], made: Mapping[str, str]) -> str:
-    """The page."""
+    """Write the page."""
     argument = "" if made["device"] == "cpu" else f" --device {made['device']}"
     by = {kind: [row for row in rows if row["study"] == kind] for kind in ("fault", "clean", "cost")}
     checks = sum(row["checks"] for row in by["clean"])

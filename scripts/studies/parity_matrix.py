@@ -60,7 +60,7 @@ Cell = tuple[str, ...]
 
 
 def pairs(cell: Sequence[str]) -> set[tuple[int, str, int, str]]:
-    """The pairs of values that meet in a cell, each with the positions of its levers."""
+    """Return the pairs of values that meet in a cell, each with the positions of its levers."""
     return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
 
 

@@ -48,7 +48,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
 
 
 def tree(root: int) -> list[int]:
-    """A process and all that it has started."""
+    """Return a process and all that it has started."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -71,7 +71,7 @@ def pss(process: int) -> int:
 
 
 def rank_of(process: int) -> int | None:
-    """The rank that torchrun gave a process, or the one that started it; None if there is none."""
+    """Return the rank that torchrun gave a process, or the one that started it; None if there is none."""
     try:
         environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:

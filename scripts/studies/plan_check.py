@@ -66,7 +66,7 @@ OTHERS = (
 
 
 def grid() -> Iterator[dict[str, str]]:
-    """Settings of every case over BASE: policy × head × precision, and others, eager and compiled."""
+    """Yield the settings of every case over BASE: policy × head × precision, and others, eager and compiled."""
     for program in (EAGER, COMPILED):
         for precision in ("bf16", "fp32"):
             for shape in ({"loss.head": "full"}, {"loss.head": "chunked"}, BLOCKS):
@@ -77,12 +77,12 @@ def grid() -> Iterator[dict[str, str]]:
 
 
 def config_of(settings: dict[str, str]) -> RunConfig:
-    """The configuration of a case."""
+    """Return the configuration of a case."""
     return load_config(None, BASE | settings)
 
 
 def in_words(settings: dict[str, str]) -> str:
-    """A case for the table."""
+    """Write a case for the table."""
     names = {"compile.enabled": {"true": "compiled", "false": "eager"}}
     words = [names.get(key, {}).get(value, f"{key.rpartition('.')[2]} {value}") for key, value in settings.items()]
     return ", ".join(word for word in words if not word.endswith(" "))
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def estimates() -> dict[str, str]:
-    """The page's sections that nothing is measured for."""
+    """Return the page's sections that nothing is measured for."""
     config = load_config(ROOT / "configs/llama-1b.toml")
     return {
         "savings": markdown(words.SAVED, words.saving_rows(config)),
@@ -152,7 +152,7 @@ def _stage(name: str) -> list[object]:
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown."""
+    """Write a table in Markdown."""
     lines = [list(headers), ["---"] * len(headers), *rows]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 

@@ -24,17 +24,17 @@ COMMON = {"device", "train.curriculum", "log.norms_every"}
 
 
 def rows(file: Path = ROWS) -> list[dict[str, Any]]:
-    """Settings and the allocator's peak in bytes of each recorded row."""
+    """Read the settings and the allocator's peak in bytes of each recorded row."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def off(row: dict[str, Any]) -> float:
-    """The plan's peak / the allocator's − 1."""
+    """Return the plan's peak / the allocator's − 1."""
     return memory(load_config(RUN, row["settings"]), GPUS["h100"]).peak / row["peak_bytes"] - 1
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, the farthest apart first."""
+    """Write the rows as Markdown, the farthest apart first."""
     lines = [
         "# The plan beside torch's CUDA allocator",
         "",

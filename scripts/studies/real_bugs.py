@@ -126,7 +126,7 @@ def shown_by(shipped: Row, fixed: Row, other: str) -> str:
 
 
 def said(words: str) -> Iterator[str]:
-    """Return what Lockstep says, with long lines broken."""
+    """Return Lockstep's output, with long lines broken."""
     for line in words.splitlines():
         yield from textwrap.wrap(line, 120, subsequent_indent="  ") or [""]
 

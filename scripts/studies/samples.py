@@ -1,4 +1,4 @@
-"""What clean runs showed, comparison by comparison, kept in files: bounds can be made of it again without the runs."""
+"""Keep the results of clean runs, by comparison, in files: bounds can be made of them again without the runs."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
 
 
 def named(size: Size) -> str:
-    """A row's name: what is not as in BASE."""
+    """Name a row by its differences from BASE."""
     others = {axis: value for axis, value in asdict(size).items() if value != getattr(BASE, axis)}
     return ", ".join(f"{axis} {value:,}" for axis, value in others.items()) or "base"
 
@@ -234,7 +234,7 @@ def measured(
 
 
 def prepared(folder: Path, size: Size, root: Path, source: Path, more: Mapping[str, str]) -> list[str]:
-    """The words of a command for a model of this size, whose data is prepared. more: settings."""
+    """Return the words of a command for a model of this size, whose data is prepared. more: settings."""
     file = folder / f"{size.vocabulary}.toml"
     file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
     lockstep(root, folder, "data", "prepare", str(file))
@@ -242,17 +242,17 @@ def prepared(folder: Path, size: Size, root: Path, source: Path, more: Mapping[s
 
 
 def exponent(sizes: list[float], values: list[float]) -> float:
-    """The slope of log value against log size, by least squares."""
+    """Return the slope of log value against log size, by least squares."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def above(row: Mapping[str, Any]) -> float:
-    """A check's peak above plain training's, in bytes; it may be negative."""
+    """Return a check's peak above plain training's, in bytes; it may be negative."""
     return float(row["parity"]["peak"] - row["train"]["peak"])
 
 
 def along(axis: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of an axis that were measured, the smallest first."""
+    """Return the rows of an axis that were measured, the smallest first."""
     return [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
 
 

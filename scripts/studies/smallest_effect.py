@@ -123,7 +123,7 @@ def of_norms_alone() -> Iterator[None]:
 
 
 def smallest(one: Comparison, recipe: str, plant: Callable[[np.ndarray, float], np.ndarray]) -> float:
-    """The smallest δ that is found, to 5 %; infinite if the largest is not."""
+    """Return the smallest δ that is found, to 5 %; infinite if the largest is not."""
     c = one.sides[0]
     if strain(plant(c, LARGEST), one, recipe) <= 1:
         return float("inf")
@@ -160,7 +160,7 @@ def scaled(c: np.ndarray, delta: float) -> np.ndarray:
 
 
 def one_element(c: np.ndarray, delta: float) -> np.ndarray:
-    """The element nearest to the rms, off by δ of itself."""
+    """Change the element nearest to the rms by δ of itself."""
     wrong = c.astype(np.float64).ravel()
     rms = float(np.sqrt(np.mean(wrong**2)))
     at = int(np.argmin(np.abs(np.abs(wrong) - rms)))
@@ -169,7 +169,7 @@ def one_element(c: np.ndarray, delta: float) -> np.ndarray:
 
 
 def rounded(c: np.ndarray) -> np.ndarray:
-    """Rounded to bf16."""
+    """Round to bf16."""
     return torch.from_numpy(np.ascontiguousarray(c, np.float32)).bfloat16().float().numpy()
 
 
@@ -194,12 +194,12 @@ def row(name: str, found: list[Comparison], recipe: str) -> str:
 
 
 def percent(value: float) -> str:
-    """A share in per cent."""
+    """Format a share in per cent."""
     return "not found" if value == float("inf") else f"{100 * value:.2g} %"
 
 
 def section(recipe: str) -> list[str]:
-    """The table of one recipe."""
+    """Return the table of one recipe."""
     groups: dict[str, list[Comparison]] = defaultdict(list)
     for one in comparisons(recipe):
         f = one.finding

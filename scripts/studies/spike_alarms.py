@@ -16,7 +16,7 @@ SIGMAS = (4.0, 5.0, 6.0)
 
 
 def alarms(losses: list[tuple[int, float]], sigma: float) -> list[int]:
-    """Steps that are spikes at so many sigma."""
+    """Return the steps that are spikes at `sigma` sigma."""
     detector = SpikeDetector(sigma)
     return [step for step, loss in losses if detector.look(step, loss)]
 

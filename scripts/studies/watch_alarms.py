@@ -46,7 +46,7 @@ STEPS, VOCABULARY = 4, 257
 LEAST = 3
 # One gradient is so much too long in the runs with a planted fault.
 TOO_LONG = 1.05
-# Links without which a check says too little to be counted.
+# Links without which a check shows too little to be counted.
 JUDGED = {"loss", "gradients", "update"}
 PRECISIONS = ("fp32", "autocast", "bf16")
 PACKAGES = ("torch", "transformers", "accelerate", "lightning")
@@ -411,7 +411,7 @@ def _has(package: str) -> bool:
 
 
 def _packages() -> str:
-    """The libraries' versions, in words."""
+    """Name the libraries' versions, in words."""
     found = []
     for name in PACKAGES:
         try:

@@ -48,7 +48,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Compile every row that is asked for, in that order; says of each how long it took, or why it ended."""
+    """Compile every row that is asked for, in that order; print for each how long it took, or why it ended."""
     python = Path(sys.executable)
     library = build(site_packages(python), arguments.cache.absolute() / "standin-ahead")
     name = _real_device() or arguments.name

@@ -1,6 +1,6 @@
 """Make one step of a configuration above the stand-in: what it compiles stays in Inductor's cache. Started by ahead.py.
 
-The configuration is read as JSON from the input. The last line says how many graphs were compiled, and how many of them
+The configuration is read as JSON from the input. The last line has how many graphs were compiled, and how many of them
 the cache keeps: torch 2.11 refuses graphs for CUDA that compute an attention again, since they hold the state of a
 generator (`graphsafe_run_with_rng_state`); torch 2.13 keeps them.
 """

@@ -37,7 +37,7 @@ KNOWN = {
     "compiled: head torch": "not taken apart",
     "head torch": "torch's head keeps the narrow gradient of the chunk before (core/plan/head.py, _of_library)",
     "head liger": "Liger-Kernel reads counts of targets on the host (ops/fused_linear_cross_entropy.py, item)",
-    "head cce": "cut-cross-entropy asks the device for the number of targets once a micro-batch",
+    "head cce": "cut-cross-entropy reads from the device the number of targets once a micro-batch",
     "optimizer adamw8bit, bitsandbytes": "bitsandbytes waits after each parameter (optim/optimizer.py, sync_gpu)",
     "recompute norms, attention": "not taken apart: Inductor's order of the blocks' buffers is not followed",
     "rollout/laptop on a GPU": "67 MB, probably cuBLAS's workspaces, which core/plan counts outside the peak",
@@ -50,7 +50,7 @@ class Case:
     """One configuration. run: its run file. settings: beside it, dotted key → text. memory: of the device, in bytes.
 
     length: tokens a sequence of the step, where it is not `train.sequence_length`. ranks: processes, joined by a
-    stand-in for NCCL. refused: what the trainer's refusal says where it must not run. not_shown: why the stand-in
+    stand-in for NCCL. refused: words of the trainer's refusal where it must not run. not_shown: why the stand-in
     cannot run it.
     """
 
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def known(self) -> str:
-        """Why it does not hold what the page asks for, where that is known; empty otherwise."""
+        """Why it does not hold the page's requirements, where that is known; empty otherwise."""
         of_both = KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
         return KNOWN.get(self.name, of_both)
 
@@ -90,7 +90,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def _lever(name: str, *, refused: str = "", not_shown: str = "", **settings: str) -> Case:
-    """A case of TWO_BLOCKS; settings: keys with `__` for the dot."""
+    """Return a case of TWO_BLOCKS; settings: keys with `__` for the dot."""
     own = {key.replace("__", "."): value for key, value in settings.items()}
     kernel = {"attention.kernel": ATTENTION[POLICIES[own.get("precision.policy", "bf16")].operand]}
     return Case(name, LEVERS, TWO_BLOCKS | kernel | own, refused=refused, not_shown=not_shown)

@@ -120,7 +120,7 @@ def math_mode(number: int) -> str:
 
 
 def as_json(step: Step) -> dict[str, Any]:
-    """The counts as a JSON object; products as a list of objects with their number of calls."""
+    """Return the counts as a JSON object; products as a list of objects with their number of calls."""
     found = {name: getattr(step, name) for name in step.__dataclass_fields__ if name != "products"}
     products = [{**asdict(product), "calls": calls} for product, calls in step.products.most_common()]
     return {**{n: dict(v) if isinstance(v, dict) else v for n, v in found.items()}, "products": products}

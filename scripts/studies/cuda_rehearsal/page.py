@@ -14,7 +14,7 @@ from lockstep.scripts.studies.cuda_rehearsal.roofline import BANDWIDTH, GOALS, I
 from lockstep.scripts.studies.repository import ROOT
 
 Line = Mapping[str, Any]
-# What must hold: the plan is this near to the allocator, and the host waits so often a step.
+# Requirements: the plan is this near to the allocator, and the host waits so often a step.
 NEAR, WAITS = 0.02, 2
 STEP = "1.24B, [64, 2048], "
 OUTCOMES = ("ran", "refused", "not shown", "FAILED")
@@ -40,7 +40,7 @@ flash attention), what NCCL sends, or CUPTI's profiles.
 """
 RUNS_OF = """
 At their own sizes, on a device that refuses what does not fit beside an assumed 0.6 GB of CUDA's context. Reserved: by
-torch's caching allocator. Of several ranks, the first; collectives are noted and send nothing.
+torch's caching allocator. With several ranks, the first; collectives are noted and send nothing.
 """
 PLAN = """
 Two blocks of the 1.24B model, [32, 2048] in two micro-batches of 16, the farthest apart first: the peak of allocated
@@ -82,7 +82,7 @@ def page(lines: Sequence[Line]) -> str:
     rows = [{**line, "plan_bytes": plans.get(line["case"])} for line in latest.values()]
     rows.sort(key=lambda line: (order[line["case"]], line["environment"]))
     sections: Mapping[str, Iterator[str]] = {
-        "What holds": _summary(rows, known),
+        "Requirements": _summary(rows, known),
         "The runs that are to be made": _runs(rows),
         "The plan beside torch's allocator": _plan(rows),
         "Synchronisations a step": _waits(rows),
@@ -107,12 +107,12 @@ def outcome(line: Line, case: Case) -> str:
 
 
 def planned(case: Case) -> float:
-    """The peak of a case by `lockstep plan`, in bytes, as it plans today."""
+    """Return the peak of a case by `lockstep plan`, in bytes, as it plans today."""
     return memory(load_config(ROOT / case.run, case.settings), GPUS["h100"]).peak
 
 
 def off(line: Line) -> float:
-    """The plan's peak / the allocator's − 1. line: with `plan_bytes`, as `page` gives it."""
+    """Return the plan's peak / the allocator's − 1. line: with `plan_bytes`, as `page` gives it."""
     return float(line["plan_bytes"] / line["peak_bytes"][-1] - 1)
 
 

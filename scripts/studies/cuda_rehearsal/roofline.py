@@ -78,7 +78,7 @@ def outside_the_program(config: RunConfig) -> float:
 
 
 def without_bytes(line: Mapping[str, Any]) -> dict[str, int]:
-    """Launches of Triton kernels whose bytes are not counted: templates, and those that Inductor did not generate."""
+    """Count launches of Triton kernels of unknown bytes: templates, and those that Inductor did not generate."""
     found: dict[str, int] = {}
     for kernel in line["generated"]:
         if not kernel["gb"]:

@@ -60,7 +60,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
                 generated.launches.clear()
             before = sum(os.times()[:4])
             session.step(batch)
-            # Of this process and of the compilers that it waited for: what other work the machine has does not count.
+            # The time of this process and of the compilers that it waited for: the machine's other work does not count.
             found["seconds"].append(sum(os.times()[:4]) - before)
             found["peak_bytes"].append(torch.cuda.max_memory_allocated())
         ctypes.CDLL(LIBRARY).standin_log(b"")
@@ -83,7 +83,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opened(backend: TorchBackend, config: RunConfig) -> TorchSession:
-    """The session of this process, as rank 0 where there are several."""
+    """Open the session of this process, as rank 0 where there are several."""
     if config.train.ranks > 1:
         rank, ranks, store = meet()
         join_group(rank, ranks, store, take_device(0, cuda=True))
@@ -151,7 +151,7 @@ class Generated:
 
 
 def main() -> None:
-    """Run what the first file asks for and write the second one, also where the trainer refuses or fails."""
+    """Run the first file's request and write the second one, also where the trainer refuses or fails."""
     if int(os.environ.get("RANK", "0")):
         stand_by()
         return
