@@ -43,7 +43,7 @@ def write_texts(folder: Path, files: int = 40, *, seed: int = 0) -> Path:
 
 
 def settings_for(out: Path, source_folder: Path, **changes) -> PrepareSettings:
-    """Settings that give several small shards of both splits."""
+    """Return settings that give several small shards of both splits."""
     base = PrepareSettings(out, str(source_folder), vocab_size=300, val_fraction=0.2, shard_tokens=1000)
     return dataclasses.replace(base, **changes)
 
@@ -55,7 +55,7 @@ def texts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory, texts) -> Path:
-    """A finished folder; tests that change it work on a copy."""
+    """Prepare a finished folder; tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     prepare(settings_for(folder, texts))
     return folder

@@ -12,7 +12,7 @@ from lockstep.core.errors import UserError
 
 
 def counting(size) -> TokenSplit:
-    """A split whose tokens are their own positions, in three shards."""
+    """Return a split whose tokens are their own positions, in three shards."""
     return TokenSplit(np.array_split(np.arange(size, dtype=np.uint16), 3))
 
 

@@ -18,7 +18,7 @@ from lockstep.core.errors import UserError
 
 
 def stream(folder, split):
-    """The tokens by the plainest way there is: headers skipped by the index's own counts."""
+    """Read the tokens in the plainest way: headers skipped by the index's own counts."""
     index = json.loads((folder / "index.json").read_text())
     return np.concatenate(
         [

@@ -1,4 +1,4 @@
-"""The prefetcher keeps order, hands on failures, looks ahead no further than asked, and always ends."""
+"""The prefetcher keeps order, hands on failures, prefetches no further than configured, and always ends."""
 
 from __future__ import annotations
 

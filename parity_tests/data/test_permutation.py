@@ -1,4 +1,4 @@
-"""The shuffle is a bijection for every size, and looks like one drawn at random."""
+"""The shuffle is a bijection for every size, and passes for one drawn at random."""
 
 from __future__ import annotations
 

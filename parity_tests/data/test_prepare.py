@@ -41,13 +41,13 @@ class Stop(Exception):
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """A digest per file that belongs to the data."""
+    """Return a digest per file that belongs to the data."""
     names = ["index.json", "tokenizer.json", *(path.name for path in folder.glob("*.bin"))]
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
 def stop_at(stage, count=0):
-    """A progress callback that raises at the report number `count` of `stage`."""
+    """Return a progress callback that raises at the report number `count` of `stage`."""
     reports = itertools.count()
 
     def on_progress(progress):
@@ -58,7 +58,7 @@ def stop_at(stage, count=0):
 
 
 def decoded(folder: Path, split: str) -> list[str]:
-    """The documents of a split, as text."""
+    """Return the documents of a split, as text."""
     opened = TokenDataset.open(folder)
     tokens = opened.split(split)
     if not tokens.num_tokens:
@@ -542,7 +542,7 @@ def test_the_sample_is_bounded_and_even(tmp_path):
         size = sum(map(len, sample))
         assert min(budget, total) * 0.8 <= size <= min(budget, total) + 1
     middle = list(sample_training_text(listing, "text", catalog, 300_000))
-    # Of the 60 short documents a quarter, from all over; of the long one pieces, from all over.
+    # A quarter of the 60 short documents, from all over; and pieces of the long one, from all over.
     short = [int(text[:2]) for text in middle if text[2] == " "]
     assert 8 <= len(short) <= 22 and min(short) < 15 and max(short) > 45
     long = [int(text.split()[1]) for text in middle if text[2] != " "]

@@ -84,7 +84,7 @@ def test_a_file_of_another_size_is_refused_by_its_header(tmp_path):
     raw = path.read_bytes()
     for changed in (raw[:-2], raw + b"\0\0"):
         path.write_bytes(changed)
-        with pytest.raises(UserError, match="not what its header says"):
+        with pytest.raises(UserError, match="which differs from its header"):
             read_header(path)
 
 

@@ -196,7 +196,7 @@ def test_checkpoints_that_are_not_there(trained: Folder, capsys: pytest.CaptureF
     assert trained.resume("run", "--from-step", "5") == 2
     assert "has no checkpoint of step 5: its checkpoints are of steps 4, 8, 12" in one_line(capsys.readouterr().err)
     assert cli.run(["train", str(trained.file), "--from-step", "5"]) == 2
-    assert "--from-step says where --resume RUN goes on: name a run" in one_line(capsys.readouterr().err)
+    assert "--from-step sets where --resume RUN goes on: name a run" in one_line(capsys.readouterr().err)
 
 
 def test_a_damaged_checkpoint_where_a_branch_begins(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:

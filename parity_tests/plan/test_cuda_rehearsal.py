@@ -177,7 +177,7 @@ def test_the_page_shows_what_the_lever_takes_off():
 
 def test_what_is_known_is_told():
     text = page([line(case="eager: head cce", group=LEVERS, peak_bytes=[0, 0, planned(CASES["eager: head cce"])])])
-    assert "2 × stream): cut-cross-entropy asks the device" in text
+    assert "2 × stream): cut-cross-entropy reads from the device" in text
 
 
 def test_a_case_that_was_run_again_counts_once():

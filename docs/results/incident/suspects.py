@@ -22,12 +22,12 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def bf16(x: Tensor) -> Tensor:
-    """Rounded to bf16, dtype kept."""
+    """Round to bf16, dtype kept."""
     return x.bfloat16().to(x.dtype)
 
 
 def turned(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], first_only: bool = False) -> Transformer:
-    """The model with its modules of class `right`, or the first of them, turned into `wrong`; weights kept."""
+    """Turn the model's modules of class `right`, or the first of them, into `wrong`, weights kept; return the model."""
     found = [module for module in model.modules() if type(module) is right]
     for module in found[:1] if first_only else found:
         module.__class__ = wrong
@@ -50,7 +50,7 @@ class _RoundedLogitsSession(TorchSession):
 
 
 class Bf16Logits(TorchBackend):
-    """Logits leave the head in bf16; the cross-entropy is FP32. What autocast does with `cross_entropy`."""
+    """Logits leave the head in bf16; the cross-entropy is FP32. Autocast does that with `cross_entropy`."""
 
     session_class = _RoundedLogitsSession
 
@@ -99,7 +99,7 @@ class AllBf16CrossEntropy(TorchBackend):
 
 
 def bf16_running_sum(values: Tensor) -> Tensor:
-    """The sum of `values`, added up one by one in a bf16 accumulator; float64 scalar."""
+    """Sum `values`, added up one by one in a bf16 accumulator; float64 scalar."""
     total = np.float32(0)
     for value in values.detach().flatten().float().numpy():
         total = bf16_of(total + value)
@@ -107,7 +107,7 @@ def bf16_running_sum(values: Tensor) -> Tensor:
 
 
 def bf16_of(value: np.float32) -> np.float32:
-    """A finite FP32 number rounded to bf16, to nearest, ties to even."""
+    """Round a finite FP32 number to bf16, to nearest, ties to even."""
     bits = value.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
         np.float32
@@ -219,7 +219,7 @@ class FromAStepOn(TorchBackend):
     onset = 1
 
     def open_rank(self, config: RunConfig) -> TorchSession:
-        """A session that knows its first bad step."""
+        """Open a session that knows its first bad step."""
         session = super().open_rank(config)
         assert isinstance(session, _CapturedSession)
         session.onset = self.onset
