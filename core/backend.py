@@ -244,7 +244,7 @@ class Session(Protocol):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         """One optimizer step on `batch`; `norms` adds norms by group to the record (a check needs none).
 
-        Of a step whose loss or gradients are not finite nothing changes: raises lockstep.core.train.finite.NotFinite,
+        A step whose loss or gradients are not finite changes nothing: raises lockstep.core.train.finite.NotFinite,
         or leaves it out and counts it (core/train/skipped_steps.py).
         """
         ...

@@ -296,7 +296,7 @@ class StreamsTaps(Protocol):
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
         """Give each tensor of `observe` to `take`, of kind `taps`; in what order, it may choose.
 
-        Of a tap and its gradient, sequences without weight may be left out.
+        A tap and its gradient may lack sequences without weight.
         """
         ...
 

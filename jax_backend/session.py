@@ -291,7 +291,7 @@ class JaxSession:
     def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
         """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens.
 
-        What ranks would sum in a narrow format is rounded as by them: each rank's sum, and each addition of one.
+        Sums over ranks in a narrow format are rounded as by the ranks: each rank's sum, and each addition of one.
         """
         total = self.total_weight(batch)
         micros = batch.cut(self.config.train)

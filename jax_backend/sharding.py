@@ -40,7 +40,7 @@ class Shards:
     def of(self, shape: tuple[int, ...]) -> NamedSharding | None:
         """Shard a parameter, moment or gradient along its largest dimension that the devices divide; else replicate.
 
-        Of several as large, the first. A whole one lies on every device.
+        If several are as large, the first. A whole one lies on every device.
         """
         fitting = [axis for axis, size in enumerate(shape) if size % self.count == 0]
         return self._along(max(fitting, key=lambda axis: (shape[axis], -axis)) if fitting else None)

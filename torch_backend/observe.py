@@ -98,7 +98,7 @@ class Observes(Programs):
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
         """Give each tensor of `observe` to `take`: in eager when the passes come to it, else at the end.
 
-        Of a tap, and of its gradient, the sequences with weight alone leave the device.
+        The sequences with weight alone leave the device, for a tap and its gradient.
         """
         self._require_taps(taps)
         rows = torch.tensor(np.flatnonzero(batch.weights.any(axis=1)), device=self.device)

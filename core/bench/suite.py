@@ -34,7 +34,8 @@ class Worker:
 
     root: a folder whose modules it can import.
 
-    What the process prints goes to `log`. It gets a process group of its own, so that whatever it starts ends with it.
+    The output of the process goes to `log`. It gets a process group of its own, so that whatever it starts ends with
+    it.
     """
 
     def __init__(self, command: Sequence[str], root: Path, log: IO[str]) -> None:

@@ -206,7 +206,7 @@ class TrainConfig(Section):
     def micro_batch_of(self, length: int) -> int:
         """Sequences that one rank computes at a time if they have `length` tokens: as many tokens at any of the run's.
 
-        Of a length that is not the run's, `micro_batch_size`.
+        For a length that is not the run's, `micro_batch_size`.
         """
         of_run = length in self.lengths
         return self.micro_batch_size * self.sequence_length // length if of_run else self.micro_batch_size

@@ -53,7 +53,7 @@ class Line:
 class JsonLines:
     """Appends lines and hands each to the operating system at once, so that a crash costs at most the line in work.
 
-    What an earlier crash left of a line is cut off first: the next one would be spoilt by it.
+    The torn line of an earlier crash is cut off first: the next one would be spoilt by it.
     """
 
     def __init__(self, path: Path) -> None:

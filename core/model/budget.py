@@ -61,7 +61,7 @@ def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, floa
 def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
     """Forward FLOPs of one token that the backward pass computes again, in the conventions of `flops_per_token`.
 
-    Of each block that `recompute.every` chooses, products only (norms, activations and the look-up count nothing):
+    In each block that `recompute.every` chooses, products only (norms, activations and the look-up count nothing):
 
     `attention`: q, k and v, and attention: 2·(weights of q, k, v) + 2·hidden·S (causal; `full` twice that, `6N` none).
     `mlp`:       gate and up: 2·(their weights).

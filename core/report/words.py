@@ -95,7 +95,7 @@ def _disagreed(checks: Checks, bad: BadStep) -> str:
     total = sum(bad.roles.values())
     by_themselves = total - contaminated - held
     parts.append(
-        f"<p>Of {plural(total, 'comparison')} there, {by_themselves:,} broke by "
+        f"<p>{plural(total, 'comparison')} there: {by_themselves:,} broke by "
         f"{'itself' if by_themselves == 1 else 'themselves'}, {contaminated:,} "
         f"{'is' if contaminated == 1 else 'are'} contaminated (wrong inputs, inherited), {held:,} held.</p>"
     )

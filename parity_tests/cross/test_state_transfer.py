@@ -42,7 +42,7 @@ def test_what_is_loaded_comes_out(backend, stepped):
 def test_a_state_is_a_copy(backend, stepped):
     """Writing into what was taken out, or into what was put in, does not reach the session.
 
-    Whether JAX may share memory depends on its alignment, so every array is written to.
+    JAX may share memory, depending on its alignment, so every array is written to.
     """
     session = backend.open(CONFIG)
     given = copied(stepped)

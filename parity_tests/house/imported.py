@@ -55,7 +55,7 @@ def third_party(root: Path, folders: Iterable[str]) -> dict[str, str]:
 def loaded_late(root: Path, module: str) -> set[str]:
     """Top-level names of third-party packages that are imported when a function runs, in a module or what it imports.
 
-    What is imported as soon as the module is, is not among them.
+    Imports that run as soon as the module is imported are not among them.
     """
     late: dict[str, bool] = {}
     seen: dict[str, bool] = {}

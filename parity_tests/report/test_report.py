@@ -265,7 +265,7 @@ def test_the_first_bad_step_is_in_words(pages, runs):
     others = [o for o in check["origins"] if o["layer"]]
     assert others and all(f"q_rope forward, layer {o['layer']}" in said for o in others)
     roles = [f["role"] for f in check["stages"]]
-    assert f"Of {len(roles)} comparisons" in said and f"{roles.count('contaminated')} are contaminated" in said
+    assert f"{len(roles)} comparisons there: " in said and f"{roles.count('contaminated')} are contaminated" in said
     assert f"{roles.count('origin')} broke by themselves" in said and f"{roles.count(None)} held" in said
     assert "20 checks: 13 agreed, 6 disagreed, 1 skipped." in said
     assert f"{NOT_COVERED[0]} (19 checks)" in said and "skipped: the queue was full" in said

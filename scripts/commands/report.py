@@ -23,8 +23,8 @@ _PORTS = 65_536
 class Report:
     """Write a run's report: one self-contained HTML file with curves and the parity heatmap.
 
-    Of several runs (2 to 8), a comparison: curves laid over each other, figures, settings that differ, and where the
-    curves part from those of the first.
+    For several runs (2 to 8), write a comparison: curves laid over each other, figures, settings that differ, and where
+    the curves part from those of the first.
     """
 
     runs: Annotated[

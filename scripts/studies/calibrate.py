@@ -80,7 +80,7 @@ def clean_run(job: Job) -> Checks:
 def clean_checks(job: Job) -> Checks:
     """Distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape, by check.
 
-    Of another part than the step only the comparisons are kept that it has for itself.
+    Another part than the step keeps only its own comparisons.
     """
     recipe, draw, part, device, _ = job
     checks: Checks = []

@@ -342,7 +342,7 @@ class _MutatedWriter(Writer):
 def _read_otherwise(module: nn.Module, role: str, change: Callable[[Tensor], Tensor]) -> None:
     """Let `module` read its parameter through `change`; the parameter itself stays what it is.
 
-    Of a table that a tied head reads too, the look-up alone is changed.
+    In a table that a tied head reads too, the look-up alone is changed.
     """
     kind = type(module)
     if isinstance(module, Embedding):

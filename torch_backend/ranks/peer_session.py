@@ -89,7 +89,7 @@ class PeerSession:
     def each_its_own(self) -> Iterator[None]:
         """While it lasts, streams give each rank what it holds, and rank 0 what all of them do.
 
-        Of weights, moments and gradients that are cut over ranks a rank is given its rows; of the rest nothing.
+        A rank is given its rows of weights, moments and gradients that are cut over ranks; of the rest nothing.
         """
         self._by_rank = True
         try:
@@ -237,7 +237,7 @@ class PeerSession:
     def rank_gradients(self, batch: Batch) -> list[Arrays]:
         """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced.
 
-        Of all ranks on rank 0; elsewhere this rank's.
+        Rank 0 returns those of all ranks; another rank its own.
         """
         found: dict[int, dict[str, np.ndarray]] = {}
 

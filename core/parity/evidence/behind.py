@@ -49,7 +49,7 @@ class Behind:
 class BehindStore(FolderStore):
     """A folder that a thread writes behind `put`. Reading waits until all is written.
 
-    What the disk refuses is raised by the next `put`, or by whoever reads. `close` ends the thread.
+    An error of the disk is raised by the next `put` or read. `close` ends the thread.
     """
 
     def __init__(self, folder: Path) -> None:

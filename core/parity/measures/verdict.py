@@ -155,7 +155,7 @@ class Check:
     def origins(self) -> tuple[Finding, ...]:
         """The broken links in the chain's order, one a link: stages that are wrong on what they themselves were given.
 
-        What is broken end to end is an origin only where no link is broken by itself: it inherits what came before.
+        A finding broken end to end is an origin only where no link is broken by itself: it inherits earlier errors.
         """
         broken = [f for f in self.findings if not f.ok]
         by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken

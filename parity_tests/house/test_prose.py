@@ -1,0 +1,141 @@
+"""Docstrings, comments and messages are plain English: the subject or the verb comes first, and code is no person.
+
+ruff's D401 holds the first line of a docstring to the imperative. This file denies a few words on top, in the sources
+and in the tests. It does not read Markdown, nor names.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.parity_tests.repository import REPO
+
+ROOMS = ("core", "torch_backend", "jax_backend", "scripts", "lockstep", "parity_tests", "docs")
+# A sentence that begins with one of these has its subject late: "Of the rest one is measured", "What differs is told".
+FIRST_WORDS = "Of|What|Whose|Whether|Who|That"
+# Verbs of persons. Code prints, reports, states, names, returns, requires, reads, searches or yields.
+PERSONS = r"says|(?:is|are|was|were|be|been) told|gives? way|looks|waits? for nobody|asks"
+# A sentence begins a text or a paragraph, or follows the end of another one.
+DENIED = re.compile(rf"(?:\A|(?<=[.!?:] )|(?<=[.!?]\) )|(?<=\n))(?:{FIRST_WORDS})\b|\b(?:{PERSONS})\b")
+ANY = re.compile(rf"\b(?:{FIRST_WORDS}|{PERSONS})\b|told")
+# This file has the words and the planted sentences.
+OWN = "parity_tests/house/test_prose.py"
+
+Text = tuple[int, str]
+
+
+def paragraphs(text: str) -> str:
+    """Join the lines of each paragraph, so that a sentence over two lines is one text; paragraphs stay apart."""
+    parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return "\n".join(part for part in parts if part)
+
+
+def strings(source: str) -> Iterator[Text]:
+    """Yield (line, text) of every docstring, and of every other string with a space in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, paragraphs(node.value)
+
+
+def comments(source: str) -> Iterator[Text]:
+    """Yield (line, text) of every comment; lines of comments below each other are one text."""
+    lines, begun, block = source.splitlines(), 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        row, text = token.start[0], token.string.lstrip("# ")
+        alone = lines[row - 1].lstrip().startswith("#")
+        if block and not (alone and row == begun + len(block)):
+            yield begun, paragraphs(" ".join(block))
+            block = []
+        begun = begun if block else row
+        block.append(text)
+    if block:
+        yield begun, paragraphs(" ".join(block))
+
+
+def denied(source: str) -> list[tuple[int, str]]:
+    """Return (line, the denied word with some words around it) of each text that has one."""
+    if not ANY.search(source):
+        return []
+    return [
+        (line, text[max(0, match.start() - 40) : match.end() + 40])
+        for line, text in (*strings(source), *comments(source))
+        for match in DENIED.finditer(text)
+    ]
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """Yield the Python files of the rooms, each once: links between rooms are left out."""
+    for room in ROOMS:
+        yield from (path for path in sorted((root / room).rglob("*.py")) if path.relative_to(root).as_posix() != OWN)
+
+
+def test_no_text_has_a_denied_word() -> None:
+    found = [
+        f"{path.relative_to(REPO)}:{line}: …{words}…"
+        for path in sources(REPO)
+        for line, words in denied(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(["write it with the subject first, and code as no person:", *found])
+
+
+def test_the_rooms_are_read() -> None:
+    read = {path.relative_to(REPO).parts[0] for path in sources(REPO)}
+    assert read == set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Of the rest one is measured at a time.",
+        "The best is kept. Of the rest one is measured.",
+        "Sketches add up. What is not finite\nin x is not finite in its bucket.",
+        "Return it.\n\nWhether two threads meet depends on the machine.",
+        "Whose part this is, of how many.",
+        "Rank 0 waits (for the others). Who still reads it has come here too.",
+        "Raises UserError: That a refused operation ends the run is seen elsewhere.",
+        "The line says why.",
+        "JAX is told to use the CPU.",
+        "It must be\ntold before it starts.",
+        "The worker gives way to the trainer.",
+        "The judge looks at nothing else.",
+        "One that hangs waits for nobody.",
+        "A check asks for norms.",
+    ],
+)
+@pytest.mark.parametrize("form", ["docstring", "comment", "message"])
+def test_a_planted_sentence_is_seen(text: str, form: str) -> None:
+    forms = {
+        "docstring": f'def f():\n    """{text}"""\n',
+        "comment": "\n".join(f"    # {line}" for line in re.sub("\n+", "\n", text).split("\n")),
+        "message": f"raise ValueError({re.sub(chr(10) + '+', ' ', text)!r})\n",
+    }
+    source = forms[form]
+    if form == "comment":
+        source = f"def f():\n{source}\n    return 1\n"
+    assert len(denied(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'x = "says"\n',  # one word: a name
+        "said = looks = asks = 1\n",
+        '"""Return the rank whose part this is, what it holds, and whether it is whole."""\n',
+        "# The value that was asked for.\n",
+    ],
+)
+def test_an_honest_text_is_left_alone(source: str) -> None:
+    assert not denied(source)
+
+
+def test_notes_at_the_ends_of_lines_are_texts_by_themselves() -> None:
+    assert denied("x = 1  # one that\ny = 2  # Of these\n") == [(2, "Of these")]
