@@ -96,11 +96,11 @@ class Batch:
         return found if self.documents is None else {**found, "documents": self.documents}
 
     def rows(self, which: slice | np.ndarray) -> Batch:
-        """Select some of its sequences, as numpy indexes them."""
+        """Select some of its sequences, as numpy indexes the first axis. Raises IndexError beyond its end."""
         return Batch.of({name: array[which] for name, array in self.arrays.items()}, self.end_of_text)
 
     def documents_for(self, attention: AttentionConfig) -> np.ndarray | None:
-        """Its documents if attention uses them. Raises ValueError if it does and there are none."""
+        """Return its documents (B, S) int32, None if attention uses none. Raises ValueError if they are missing."""
         if not attention.needs_documents:
             return None
         if self.documents is None:
@@ -122,7 +122,7 @@ class Batch:
         return self.micro_batches(min(train.micro_batch_of(self.tokens.shape[1]), len(self.tokens)))
 
     def digest(self) -> str:
-        """SHA-256 over all its arrays: two sides that consumed the same data agree on it, bit for bit."""
+        """Return the SHA-256, in hex, of all its arrays: sides that consumed the same data agree on it, bit for bit."""
         h = hashlib.sha256()
         for array in self.arrays.values():
             h.update(np.ascontiguousarray(array).tobytes())
@@ -165,9 +165,8 @@ class StepRecord:
     clip_coefficient: what the gradients were multiplied by, in (0, 1].
     digest:           `Batch.digest()` of what the session consumed.
     tokens:           targets in the batch.
-    seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/model/budget.py), empty if the
-    peak
-                      is unknown.
+    seconds, tokens_per_second, mfu: filled in by the loop; mfu by FLOP convention (core/model/budget.py), empty if
+    the peak is unknown.
     metrics:          values that are due at an interval of their own (validation, norms by group, …), by name.
     host:             what depends on the machine: seconds since the last record by part (`seconds/compute`, …), and
                       bytes of memory when due (`memory/peak`, …).
@@ -242,7 +241,7 @@ class Session(Protocol):
         ...
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """One optimizer step on `batch`; `norms` adds norms by group to the record (a check needs none).
+        """Make one optimizer step on `batch`; `norms` adds norms by group to the record (a check needs none).
 
         A step whose loss or gradients are not finite changes nothing: raises lockstep.core.train.finite.NotFinite,
         or leaves it out and counts it (core/train/skipped_steps.py).
@@ -250,11 +249,15 @@ class Session(Protocol):
         ...
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Loss and gradients of `batch`, computed as `step` computes them; the state is left as it was."""
+        """Compute loss and gradients of `batch` as `step` does; the state is left as it was."""
         ...
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Forward values of the named taps (core/model/names.py) on a micro-batch, float32 (float64 under fp64)."""
+        """Return named taps (core/model/names.py) and gradients (`grad/NAME`) of a micro-batch.
+
+        Arrays are float32 (float64 under fp64), in the shapes of core/model/graph.py's widths: (B, S, …). Raises
+        NotSupported for a name that the session cannot show.
+        """
         ...
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
@@ -262,14 +265,14 @@ class Session(Protocol):
         ...
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Per-token `nll` (B, S) and `top1` bool (B, S), whether the likeliest token is the target.
+        """Return per-token `nll` (B, S) in nats and `top1` bool (B, S), whether the likeliest token is the target.
 
-        `policy` names another precision policy than the run's.
+        `policy` names another precision policy than the run's. The state is left as it was.
         """
         ...
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence."""
+        """Return logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence."""
         ...
 
     def close(self) -> None:
@@ -288,11 +291,11 @@ class Writing(Protocol):
     format: str
 
     def not_finite(self) -> Sequence[str]:
-        """Names of arrays that hold a number which is not finite. Asked before `wait`, which then is not called."""
+        """Name arrays with a number that is not finite. Called before `wait`, which is left out if there are any."""
         ...
 
     def wait(self) -> None:
-        """Until every file is written. Raises OSError if the disk refuses."""
+        """Wait until every file is written. Raises OSError if the disk refuses."""
         ...
 
 
@@ -309,5 +312,5 @@ class Backend(Protocol):
         ...
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force, for `run.json` and the table at start."""
+        """Return versions, device and settings in force, for `run.json` and the table at start."""
         ...

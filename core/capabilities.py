@@ -60,15 +60,15 @@ class Candidate(Protocol):
         ...
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """One optimizer step."""
+        """Make one optimizer step on `batch`, as in `Session`."""
         ...
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Loss and gradients."""
+        """Compute loss and gradients of `batch`, as in `Session`."""
         ...
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Forward values of taps."""
+        """Return taps and gradients of a micro-batch, as in `Session`."""
         ...
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class ShowsState(Protocol):
 
 @runtime_checkable
 class ShowsChecksums(Protocol):
-    """A session that tells whether its state has changed, for far less than a copy of it."""
+    """A session that shows whether its state has changed, for far less than a copy of it."""
 
     def state_checksums(self) -> Mapping[str, float]:
         """Return a number for each array of the state (`params/NAME`, `KIND/NAME`), for its step and each scalar.
@@ -151,28 +151,28 @@ class ReadsBack(Protocol):
 
 @runtime_checkable
 class ShowsAmaxes(Protocol):
-    """A session that tells what a pass saw under FP8's delayed scaling (core/train/fp8_amax.py)."""
+    """A session that returns the amaxes of a pass under FP8's delayed scaling (core/train/fp8_amax.py)."""
 
     def amaxes_of_pass(self) -> Arrays:
-        """By layer, float32 (3,), in the order of CASTS: the largest magnitudes of the last pass over gradients."""
+        """Return the last gradient pass's largest magnitudes by layer: float32 (3,), in the order of CASTS."""
         ...
 
 
 @runtime_checkable
 class ShowsAmaxesOfTaps(Protocol):
-    """A session whose tapped program tells as well what it saw under FP8's delayed scaling."""
+    """A session whose tapped program returns its amaxes under FP8's delayed scaling as well."""
 
     def amaxes_of_taps(self) -> Arrays:
-        """As `amaxes_of_pass`, of the last pass that showed gradients of taps."""
+        """Return amaxes as `amaxes_of_pass`, of the last pass that showed gradients of taps."""
         ...
 
 
 @runtime_checkable
 class ShowsAmaxesOfParts(Protocol):
-    """A session whose step tells as well what each of its micro-batches saw under FP8's delayed scaling."""
+    """A session whose step returns the amaxes of each of its micro-batches under FP8's delayed scaling as well."""
 
     def amaxes_of_parts(self) -> Sequence[Arrays]:
-        """As `amaxes_of_pass`, of each micro-batch of the step that `keep_parts` was for; before `parts_kept`."""
+        """Return amaxes of each micro-batch of the step that `keep_parts` was for; called before `parts_kept`."""
         ...
 
 
@@ -194,7 +194,7 @@ class KeepsKeys(Protocol):
     """A session that samples with a cache of keys and values."""
 
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Logits (n, V) of the token that follows the first `lengths` tokens, each from the cache of the one before.
+        """Return logits (n, V) of the token after the first `lengths` tokens, each from the cache of the one before.
 
         tokens: int32 (S,), one document. lengths: int32 (n,), each one more than the one before. Under the precision
         policy of the run; raises NotSupported where sampling has another.
@@ -207,7 +207,7 @@ class Decodes(Protocol):
     """A session whose cache of keys and values serves one prompt after another, as `lockstep sample` uses it."""
 
     def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return what gives logits (V,) of the token that follows `tokens`, int32 (n,), at the weights of now.
+        """Return a function to logits (V,) of the token that follows `tokens`, int32 (n,), at the weights of now.
 
         The cache lasts from call to call; `tokens` may begin anew. Raises NotSupported as `cached_logits`.
         """
@@ -237,7 +237,7 @@ class ShowsStepGradients(Protocol):
     """A session whose step shows its gradients, which a check then does not compute a second time."""
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step`, and the gradients that it made before clipping; None if it did not show them."""
+        """Make a step; return its record, and its gradients before clipping; None if it did not show them."""
         ...
 
 
@@ -246,7 +246,7 @@ class SketchesStep(Protocol):
     """A session whose step sketches its gradients on the device, without another pass."""
 
     def step_and_sketches(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Mapping[str, Any] | None]:
-        """`step`, and `Observation` by name, of NLL and parameter gradients before clipping; None without them."""
+        """Make a step; return its record, and `Observation`s of NLL and gradients before clipping, or None."""
         ...
 
 
@@ -255,7 +255,7 @@ class SketchesGradients(Protocol):
     """A session that sketches on the device what `gradients` gives."""
 
     def sketch_gradients(self, batch: Batch) -> Mapping[str, Any]:
-        """`Observation` of each parameter's gradient on `batch`, by `gradient/NAME`; the state is left as it was."""
+        """Sketch each parameter's gradient on `batch`, by `gradient/NAME`; the state is left as it was."""
         ...
 
 
@@ -285,7 +285,7 @@ class StreamsStepGradients(Protocol):
     """A session whose step hands over its gradients a tensor at a time."""
 
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step_and_gradients`, whose gradients go to `take`, of kind `grads`, and are not in what is returned."""
+        """Make a step as `step_and_gradients`; its gradients go to `take`, of kind `grads`, instead of the result."""
         ...
 
 
@@ -306,7 +306,7 @@ class Sketches(Protocol):
     """A session that sketches what it computes on the device (core/parity/evidence/sketch.py)."""
 
     def sketch(self, batch: Batch) -> Mapping[str, Any]:
-        """`Observation` by name, of taps, their gradients and parameter gradients of one micro-batch."""
+        """Sketch taps, their gradients and parameter gradients of one micro-batch; `Observation` by name."""
         ...
 
 
@@ -315,7 +315,7 @@ class ShowsRankGradients(Protocol):
     """A session of several ranks that shows what each computes by itself."""
 
     def rank_gradients(self, batch: Batch) -> Sequence[Arrays]:
-        """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced."""
+        """Return gradients of each micro-batch by itself, made by the rank whose share it is and not reduced."""
         ...
 
 
@@ -420,7 +420,7 @@ class HasRandomState(Protocol):
     """A session with random number generators of its own."""
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """Their states, by name."""
+        """Return the generators' states, by name."""
         ...
 
     def set_random_state(self, states: Arrays) -> None:
@@ -430,19 +430,19 @@ class HasRandomState(Protocol):
 
 @runtime_checkable
 class Timed(Protocol):
-    """A session that knows what the time of its last step went into."""
+    """A session that measures the parts of its last step's time."""
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Seconds of the last step's `compute`, `communication`, `optimizer` (core/train/time_accounting.py)."""
+        """Return seconds of the last step's `compute`, `communication`, `optimizer` (core/train/time_accounting.py)."""
         ...
 
 
 @runtime_checkable
 class UsesMemory(Protocol):
-    """A session that knows how much memory it uses."""
+    """A session that measures its memory."""
 
     def memory(self) -> Mapping[str, float]:
-        """Bytes: `allocated`, `reserved`, `resident`, as far as known; `peak` since the last call if it can be."""
+        """Return bytes `allocated`, `reserved`, `resident`, as far as known, and `peak` since the last call."""
         ...
 
 
@@ -451,7 +451,7 @@ class ShowsAttention(Protocol):
     """A session that shows how large its attention logits are."""
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest q·kᵀ/√E of each layer over what each token of `batch` may see; float64."""
+        """Return (layers,) float64: each layer's largest q·kᵀ/√E over what each token of `batch` may see."""
         ...
 
 
@@ -460,7 +460,7 @@ class MeasuresDeterminism(Protocol):
     """A session that can leave out what makes it deterministic, to see what that costs."""
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
-        """Time of forward and backward pass of `batch` / time without it, several times; the state stays as it was.
+        """Measure the time of forward and backward pass of `batch` / time without it, several times; keep the state.
 
         batch: a micro-batch a rank. Raises NotSupported with the reason why it cannot be measured.
         """

@@ -32,7 +32,7 @@ class Fused:
 
 
 def fused(*ours: str, transposed: bool = False, by_group: bool = False, neighbours: bool = False) -> Fused:
-    """One of their modules, made of several of ours whose rows follow one another; or of one in another layout.
+    """Describe one of their modules, made of several of ours whose rows follow one another, or of one otherwise laid out.
 
     Args:
         ours: canonical names of modules, as in `ModuleCandidate.modules`.

@@ -219,14 +219,14 @@ class Watcher:
 
     @property
     def verdict(self) -> Outcome:
-        """Over all checks: `disagreed` if any did, `could_not` if gradients were never judged, else `agreed`."""
+        """Outcome of all checks: `disagreed` if any did, `could_not` if gradients were never judged, else `agreed`."""
         if any(c.verdict == "disagreed" for c in self.checks):
             return "disagreed"
         # Checks that only measured are no verdict, and do not undo later ones.
         return overall([c for c in self.checks if c.verdict != "could_not"]) if self._judged else "could_not"
 
     def to_json(self) -> dict[str, Any]:
-        """As `lockstep parity --json` (docs)."""
+        """Return the verdict over all checks as `lockstep parity --json` writes it (docs/guide/watch.md)."""
         return verdict_json(self.checks, mode="watch", precision=self.precision) | {
             "verdict": self.verdict,
             "headline": self.headline,
@@ -247,7 +247,7 @@ class Watcher:
     def step(
         self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> Iterator[None]:
-        """Around clipping and `optimizer.step()`: after `backward`, before `zero_grad`.
+        """Enclose clipping and `optimizer.step()`: after `backward`, before `zero_grad`.
 
         Args:
             batch: what the reference gets, with tensors as numpy arrays; under accumulation, all micro-batches.

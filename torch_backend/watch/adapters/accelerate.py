@@ -70,7 +70,7 @@ class AccelerateWatcher(LibraryWatcher):
 
     @contextmanager
     def step(self, batch: Any, loss: Any = None) -> Iterator[None]:
-        """Around clipping and `optimizer.step()`, after every `accelerator.backward(loss)`.
+        """Enclose clipping and `optimizer.step()`, after every `accelerator.backward(loss)`.
 
         Args:
             batch: the micro-batch.
