@@ -39,7 +39,7 @@ class WritingJax:
             self._checkpointer.save(folder.absolute() / FOLDER, args=ocp.args.StandardSave(dict(tree)))
 
     def not_finite(self) -> Sequence[str]:
-        """Names of arrays, by KIND/PARAMETER."""
+        """Return names of arrays, by KIND/PARAMETER."""
         return self._odd
 
     def wait(self) -> None:

@@ -335,7 +335,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.empty((vocab_size, hidden)))
 
     def __call__(self, tokens_BS: Array) -> Array:
-        """Tokens (B, S) → (B, S, D)."""
+        """Map tokens (B, S) to (B, S, D)."""
         return self.weight[...][tokens_BS]
 
 
@@ -384,7 +384,7 @@ class Transformer(nnx.Module):
         self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
 
     def rope_of(self, length: int) -> tuple[Array, Array]:
-        """Cos and sin (S, E/2) of the first positions, in FP64."""
+        """Return cos and sin (S, E/2) of the first positions, in FP64."""
         return rope_tables(length, self.head_dim, self.theta, self.angles, *self.stretch)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
@@ -435,7 +435,7 @@ class Transformer(nnx.Module):
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, documents_BS: Array | None = None) -> Array:
-        """Per-token loss (B, S) in nats through whole logits."""
+        """Return per-token loss (B, S) in nats through whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
         logits_BSV = self.tap(UNCAPPED if self.logits_cap else "logits", self.logits(x_BSD, policy))
         if self.logits_cap:

@@ -61,7 +61,7 @@ def linear(
 
 
 def head(x_BSD: Array, weight_VD: Array, policy: Policy) -> Array:
-    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
+    """Return logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
 
     Nor is the weight's gradient, which is summed chunk by chunk in the stream dtype. Under a plan that rounds logits
     both are rounded.

@@ -187,7 +187,7 @@ class JaxSession:
         return first_place(loss, found, len(self.params))
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Seconds of the last step, once: `compute` until loss and norm are known, `optimizer` after that."""
+        """Return seconds of the last step, once: `compute` until loss and norm are known, `optimizer` after that."""
         found, self._seconds = self._seconds, {}
         return found
 
@@ -204,14 +204,14 @@ class JaxSession:
         return np.array(self._largest_logits(self.params, batch.tokens, documents), np.float64)
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Per-token NLL, loss and accumulated gradients of `batch`; the state is left as it was."""
+        """Return per-token NLL, loss and accumulated gradients of `batch`; the state is left as it was."""
         loss, nll, grads = self.accumulate(batch)
         return Gradients(
             np.concatenate([np.array(n) for n in nll]), float(loss), {name: np.array(g) for name, g in grads.items()}
         )
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Taps of one micro-batch, and `grad/NAME` of a tap, an edge or a parameter.
+        """Return taps of one micro-batch, and `grad/NAME` of a tap, an edge or a parameter.
 
         Raises NotSupported for a name that the model does not have.
         """
@@ -260,14 +260,14 @@ class JaxSession:
         return jax.ShapeDtypeStruct(x.shape, self.policy.stream if x.dtype.kind == "f" else x.dtype)
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
+        """Return per-token `nll` and `top1` of `batch`, under the run's policy or a named one."""
         tokens, targets, _ = self._inputs(batch)
         asked = self._under(policy or self.policy.name)
         nll, top1 = self._scores(self.params, tokens, targets, self._documents(batch), policy=asked)
         return {"nll": np.array(nll), "top1": np.array(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
+        """Return logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
 
         They are one document.
         """
@@ -367,7 +367,7 @@ class JaxSession:
         names: Names,
         documents: Array | None = None,
     ) -> tuple[Tree, Tree, Tree]:
-        """Taps by name, and the loss's gradients by probe (a zero added to a tap) and by parameter; pure."""
+        """Return taps by name, and the loss's gradients by probe (a zero added to a tap) and by parameter; pure."""
 
         def loss(params: Tree, probes: Tree) -> tuple[Array, Tree]:
             seen: Tree = {}
@@ -389,12 +389,12 @@ class JaxSession:
     def scores(
         self, params: Tree, tokens: Array, targets: Array, documents: Array | None, policy: Policy
     ) -> tuple[Array, Array]:
-        """Per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
+        """Return per-token nll (B, S) without z-loss, and whether the likeliest token is the target (B, S)."""
         model = self.model(params, self.shards.tap(no_tap))
         return scores(model, self.config.loss.chunk, tokens, targets, policy, *_given(documents))
 
     def next_logits(self, params: Tree, tokens: Array, last: Array, documents: Array | None) -> Array:
-        """Logits (V,) after the token at position `last` of the one sequence in `tokens` (1, S)."""
+        """Return logits (V,) after the token at position `last` of the one sequence in `tokens` (1, S)."""
         model = self.model(params)
         x_BSD = model.trunk(tokens, self.policy, self.shards.tap(no_tap), documents)
         return model.cap(model.logits(x_BSD[:, last][:, None], self.policy)[0, 0])
@@ -457,5 +457,5 @@ def kernel_followed(config: RunConfig) -> Kernel:
 
 
 def summed(terms: Terms) -> Tree:
-    """Each parameter's terms, added from left to right."""
+    """Return each parameter's terms, added from left to right."""
     return {name: reduce(jnp.add, of_name) for name, of_name in terms.items()}

@@ -151,7 +151,7 @@ def with_gradients(function: StageFunction) -> Callable[[Inputs], dict[str, Arra
 
 
 def in_stream(inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, np.ndarray]:
-    """Floating inputs in the policy's stream dtype, integers as they are."""
+    """Return floating inputs in the policy's stream dtype, integers as they are."""
     # By NumPy: in JAX each shape's cast is a program of its own, and XLA on the CPU takes subnormal FP32 numbers for 0.
     arrays = {name: np.asarray(value) for name, value in inputs.items()}
     with np.errstate(over="ignore", invalid="ignore"):  # beyond the format is infinity, as in every step

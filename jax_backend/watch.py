@@ -25,7 +25,7 @@ class JaxReference:
         self._truth, self._twin = (jax.jit(jax.value_and_grad(_named(f, has_aux), has_aux=True)) for f in (loss, twin))
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """Loss and gradients at float64 parameters. Raises UserError if the function itself narrows FP64."""
+        """Return loss and gradients at float64 parameters. Raises UserError if the function itself narrows FP64."""
         with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(self._device):
             if not self._looked:
                 self._refuse_narrowing(params, batch)

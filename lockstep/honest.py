@@ -135,7 +135,7 @@ def _by_name(inputs: Any, mine: Callable[..., Any], plain: Callable[..., Any]) -
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of positional parameters; none of what is written in C."""
+    """Return names of positional parameters; none of what is written in C."""
     try:
         found = inspect.signature(getattr(function, "forward", function)).parameters.values()
     except (TypeError, ValueError):
@@ -148,7 +148,7 @@ def _floating(values: Mapping[str, Any]) -> set[str]:
 
 
 def _named(values: Mapping[str, Any], asked: Sequence[str | int], argument: str) -> set[str]:
-    """Floating inputs by name, from names and places. Raises UserError for what is none."""
+    """Return floating inputs by name, from names and places. Raises UserError for what is none."""
     names, floating = list(values), _floating(values)
     found = {names[one] if isinstance(one, int) and one < len(names) else str(one) for one in asked}
     if unknown := sorted(found - floating):

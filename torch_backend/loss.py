@@ -109,7 +109,7 @@ def _is_whole(logits: Tensor) -> bool:
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Logits (…, V) and what is (…) or (…, V) like them, so many rows (N, V) at a time; views."""
+    """Return logits (…, V) and what is (…) or (…, V) like them, so many rows (N, V) at a time; views."""
     if _is_whole(logits):
         return [(logits, *others)]
     rows = max(1, AT_A_TIME // logits.shape[-1])

@@ -321,7 +321,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty((vocab_size, hidden)))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Tokens (B, S) → (B, S, D)."""
+        """Map tokens (B, S) to (B, S, D)."""
         return embedding(tokens_BS, self.weight)
 
 
@@ -381,7 +381,7 @@ class Transformer(nn.Module):
         self.register_buffer("sin", sin.to(device), persistent=False)
 
     def rope_of(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cos and sin (S, E/2) of the first positions, in FP64."""
+        """Return cos and sin (S, E/2) of the first positions, in FP64."""
         return self.cos[:length], self.sin[:length]
 
     def places(self, length: int, documents_BS: Tensor | None, policy: Policy, start: int = 0) -> Rope:
@@ -437,7 +437,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, documents_BS: Tensor | None = None
     ) -> Tensor:
-        """Per-token loss (B, S) in nats through whole logits."""
+        """Return per-token loss (B, S) in nats through whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
         logits_BSV = self.tap(UNCAPPED if self.logits_cap else "logits", self.logits(x_BSD, policy))
         if self.logits_cap:

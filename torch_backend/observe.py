@@ -86,7 +86,7 @@ class Observes(Programs):
 
     @collects
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
+        """Return taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
         Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. Tensors that the model does not pass
         through its tap are left out. Raises NotSupported for a name that the model does not have.
@@ -136,7 +136,7 @@ class Observes(Programs):
             take(TAPS, name, self._shown(value if name.removeprefix(GRADIENT) in self.parameters else rows(value)))
 
     def _budget_of_taps(self, size: int) -> float:
-        """Bytes that windows of blocks may take, or 0 where a program of the whole model may show all of it.
+        """Return bytes that windows of blocks may take, or 0 where a program of the whole model may show all of it.
 
         Unless it is configured, on a GPU what is free at the first check, if not all of it fits there.
         """
@@ -171,7 +171,7 @@ class Observes(Programs):
     def _by_windows(
         self, batch: Batch, parts: Sequence[Window], rows: Tensor
     ) -> Iterator[tuple[Window, dict[str, Tensor]]]:
-        """Each window with what its program shows, the last one first."""
+        """Yield each window with what its program shows, the last one first."""
         given: dict[str, Tensor] = {}
         for window in reversed(parts):
             found = self._tapped(batch, window.names | window.border, rows, given)
@@ -400,7 +400,7 @@ class Observes(Programs):
         }
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
+        """Return per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
         chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
         with torch.no_grad(), self._declaring(chosen.name):
@@ -409,7 +409,7 @@ class Observes(Programs):
             return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
+        """Return logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
 
         They are one document.
         """
@@ -418,7 +418,7 @@ class Observes(Programs):
             return to_numpy(self._run(self._next_logits, ids))
 
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Logits (n, V) that `lockstep sample` draws from: the first by one pass, each other one from the cache.
+        """Return logits (n, V) that `lockstep sample` draws from: the first by one pass, each other one from the cache.
 
         Raises NotSupported as `decoder`.
         """

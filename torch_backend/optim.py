@@ -327,7 +327,7 @@ def clip_coefficient(optim: OptimConfig, norm: Tensor) -> Tensor:
 def read_moments(
     config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
+    """Return moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
     return {
         kind: {name: moment_of(optimizer, parameters[name], kind) for name in names}
         for kind, names in moment_names(config).items()
@@ -449,13 +449,13 @@ class _Nearest:
         self._codes = torch.bucketize(middle, (qmap[:-1] + qmap[1:]) / 2, out_int32=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Codes of float32 numbers, int32, flat."""
+        """Return codes of float32 numbers, int32, flat."""
         leading = x.contiguous().view(torch.int32).view(-1) >> self.SHIFT
         return self._codes.index_select(0, leading.bitwise_and_((1 << (32 - self.SHIFT)) - 1))
 
 
 def _in_eight_bits(blocks: Tensor, nearest: _Nearest, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and scales of some blocks (N, BLOCK).
+    """Return codes (uint8) and scales of some blocks (N, BLOCK).
 
     Each scale is tried of the blocks that none before it gives back. Their numbers lie at codes, where it is right.
     """

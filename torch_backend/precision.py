@@ -140,7 +140,7 @@ def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tenso
 
 
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
-    """Logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
+    """Return logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
 
     Under a plan that rounds logits they are a linear layer's, in the operand dtype.
     """

@@ -303,7 +303,7 @@ class Programs:
         return torch.full((), total, dtype=torch.float64, device=self.device)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
+        """Return tokens (B, S) and targets (B, S) as int64, weights (B, S) in the stream dtype, on the device."""
         tokens, targets, weights = on_device(batch, ("tokens", "targets", "weights"), self.device)
         return tokens, targets, weights.to(self.policy.stream)
 

@@ -353,11 +353,11 @@ class TorchSession(Observes):
         self.steps_done += 1
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Seconds of the last step by part, as `StepClock.take` lists them."""
+        """Return seconds of the last step by part, as `StepClock.take` lists them."""
         return self.clock.take()
 
     def memory(self) -> Mapping[str, float]:
-        """Bytes in use on the device, and the most since the last call; on the CPU, of this process."""
+        """Return bytes in use on the device, and the most since the last call; on the CPU, of this process."""
         return memory(self.device)
 
     def _first_not_finite(self, loss: float) -> str:
@@ -375,12 +375,12 @@ class TorchSession(Observes):
         return clip_coefficient(self.config.optim, norm)
 
     def scalars_after(self, finite: bool) -> dict[str, float]:
-        """Loss scale, counts and amaxes after a step that was finite or not."""
+        """Return loss scale, counts and amaxes after a step that was finite or not."""
         return scalars_after(self.config, self.scalars, finite, self._told_amaxes)
 
     @collects
     def gradients(self, batch: Batch) -> Gradients:
-        """Per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
+        """Return per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
         found = Collected()
         return found.gradients(self.stream_gradients(batch, found))
 

@@ -48,6 +48,6 @@ def uploaded(micros: Sequence[Batch], device: torch.device) -> list[Uploaded]:
 
 
 def on_device(batch: Batch, names: Sequence[str], device: torch.device) -> list[Tensor]:
-    """Arrays of a batch on the device as `upload` returns them. An `Uploaded` batch is not sent again."""
+    """Return arrays of a batch on the device as `upload` returns them. An `Uploaded` batch is not sent again."""
     found = batch.on_device if isinstance(batch, Uploaded) else upload([batch], names, device)
     return [found[name] for name in names]

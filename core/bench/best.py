@@ -89,7 +89,7 @@ class Search:
 
 
 def candidates(space: Space, configure: Callable[[dict[str, str]], RunConfig], predict: Predicts) -> Search:
-    """Every combination, sorted by what is predicted, but for what is left out with its reason.
+    """Return every combination, sorted by what is predicted, but for what is left out with its reason.
 
     configure: settings → the configuration; a UserError of it leaves the combination out.
     """
@@ -229,7 +229,7 @@ def differences(found: Search) -> list[dict[str, Any]]:
 
 
 def peak(result: Mapping[str, Any]) -> int | None:
-    """Bytes that a measured candidate took at most."""
+    """Return bytes that a measured candidate took at most."""
     memory = result["memory"]
     return next((memory[kind] for kind in ("reserved", "peak_allocated", "peak_rss") if kind in memory), None)
 

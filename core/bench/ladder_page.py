@@ -19,7 +19,7 @@ FEWEST = 6
 
 
 def answers(found: Mapping[str, Any]) -> list[str]:
-    """Say what each rung of a row gave, or why it has no figure."""
+    """Describe what each rung of a row gave, or why it has no figure."""
     if not found["rungs"]:
         return [f"{found['row']}: failed: {found['reason']}"]
     lines = []

@@ -33,17 +33,17 @@ def observation_names(config: RunConfig) -> list[str]:
 
 
 def sketch_bytes(config: RunConfig) -> int:
-    """Bytes of a step's sketches alone: 1021 FP32 numbers each, whatever the size of the tensor."""
+    """Return bytes of a step's sketches alone: 1021 FP32 numbers each, whatever the size of the tensor."""
     return len(observation_names(config)) * 4 * K
 
 
 def observation_bytes(config: RunConfig) -> int:
-    """Bytes of a step's observations: a sketch, six numbers and a name each."""
+    """Return bytes of a step's observations: a sketch, six numbers and a name each."""
     return _observed_bytes(observation_names(config))
 
 
 def gradient_bytes(config: RunConfig) -> int:
-    """Bytes of the observations of a step's own gradients and NLL alone."""
+    """Return bytes of the observations of a step's own gradients and NLL alone."""
     return _observed_bytes(observation_names(config)[-len(parameter_shapes(config.model)) - 1 :])
 
 
@@ -72,7 +72,7 @@ def _arrays(found: Any) -> Iterator[np.ndarray]:
 
 
 def evidence_bytes(config: RunConfig, sequences: int = 2) -> int:
-    """Bytes of the evidence of a check during training, in FP32, without the batches and per-token losses.
+    """Return bytes of the evidence of a check during training, in FP32, without the batches and per-token losses.
 
     Weights and two moments before and after the step; gradients of the step, of the probe as they were accumulated and
     as its program gave them, and through the tapped program; every tap of the probed `sequences`, and the gradient of

@@ -39,7 +39,7 @@ class Row:
     published: Published = Published()
 
     def overrides(self, device: str) -> dict[str, str]:
-        """Every setting of the row, for a run on `device` (cpu or cuda)."""
+        """Return every setting of the row, for a run on `device` (cpu or cuda)."""
         batch = {
             "train.batch_size": str(self.sequences * self.accumulation),
             "train.micro_batch_size": str(self.sequences),

@@ -78,7 +78,7 @@ class Side:
 def in_turns(
     sides: Sequence[Side], warmup: int, rounds: int, seconds: float, limit: float
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each counted step and losses of all steps, by contender, as `answers_in_turns` takes them."""
+    """Return seconds of each counted step and losses of all steps, by contender, as `answers_in_turns` takes them."""
     said = answers_in_turns(sides, warmup, rounds, seconds, limit)
     taken = {name: [answer["seconds"] for answer in answers[warmup:]] for name, answers in said.items()}
     return taken, {name: [answer["loss"] for answer in answers] for name, answers in said.items()}

@@ -84,7 +84,7 @@ class LossHead:
         return self.because.format(policy=policy.name) if policy.operand in self.refuses else None
 
     def in_force(self, chunk: int, z_loss: float) -> str:
-        """How the head of a run computes, in words. chunk, z_loss: of `LossConfig`."""
+        """Describe how the head of a run computes, in words. chunk, z_loss: of `LossConfig`."""
         words = self.words.format(chunk=f"{chunk:,}")
         return words + (f", z-loss {z_loss:g}" if z_loss else "")
 

@@ -28,7 +28,7 @@ _SHOWN = 60
 
 
 def settings() -> dict[str, FieldInfo]:
-    """Every setting by its dotted key."""
+    """Return every setting by its dotted key."""
     return _fields(RunConfig, "")
 
 

@@ -107,7 +107,7 @@ def sealed_line(value: Mapping[str, Any]) -> bytes:
 
 
 def scan_lines(path: Path) -> Iterator[Line]:
-    """Every line, the damaged ones too. A missing file has none. Raises UserError if the file cannot be read."""
+    """Yield every line, the damaged ones too. A missing file has none. Raises UserError if the file cannot be read."""
     require_file(path)
     try:
         with open(path, "rb") as file:

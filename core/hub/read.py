@@ -53,7 +53,7 @@ class HubModel:
         return found
 
     def parameters(self, dtype: type[np.floating]) -> Iterator[tuple[str, np.ndarray]]:
-        """Each parameter by its canonical name, widened without loss.
+        """Yield each parameter by its canonical name, widened without loss.
 
         Raises UserError if a number is not finite, or is none of `dtype`.
         """

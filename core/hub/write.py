@@ -85,7 +85,7 @@ def write_folder(
 
 
 def _suppressed(rows: int, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Rows of the vocabulary that stand for no token: `lockstep sample` draws none of them either."""
+    """Return rows of the vocabulary that stand for no token: `lockstep sample` draws none of them either."""
     unused = list(range(tokenizer.vocab_size, rows))
     return {"suppress_tokens": unused} if 0 < len(unused) <= MOST_SUPPRESSED else {}
 

@@ -48,7 +48,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float
 
 
 def _of_scores(operation: Operation, length: int) -> float:
-    """FLOPs of one token's products that grow with the sequence, forward."""
+    """Return FLOPs of one token's products that grow with the sequence, forward."""
     return operation.flops_at(length) - operation.flops_at(0)
 
 
@@ -130,7 +130,7 @@ def hfu(config: RunConfig, tokens_per_second: float, device: str) -> dict[str, f
 
 
 def optimizer_bytes(config: RunConfig) -> float:
-    """Bytes that the update must move: weights and moments read and written, gradients read, each once.
+    """Return bytes that the update must move: weights and moments read and written, gradients read, each once.
 
     AdamW in FP32: 4 · (2 + 1 + 2 · 2) = 28 a parameter. 8-bit moments count a byte a number and a scale a block; Muon's
     matrices have one moment. Clipping and accumulation are not counted.
@@ -144,7 +144,7 @@ def optimizer_bytes(config: RunConfig) -> float:
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Bytes of weights, gradients and moments, each held once: what no training step can do with less of.
+    """Return bytes of weights, gradients and moments, each held once: what no training step can do with less of.
 
     AdamW in FP32: 4 · (1 + 1 + 2) = 16 a parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
     """
@@ -188,7 +188,7 @@ def _largest_size(config: RunConfig) -> str:
 
 
 def update_flops(config: RunConfig) -> float:
-    """FLOPs of the optimizer's own matrix products in one update: Muon's Newton–Schulz iterations."""
+    """Return FLOPs of the optimizer's own matrix products in one update: Muon's Newton–Schulz iterations."""
     parameters = graph_of(config.model).parameters
     return sum(rule.flops(parameters[name].shape, config.optim) for name, rule in update_rules(config).items())
 

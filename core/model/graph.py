@@ -153,7 +153,7 @@ class Operation:
         return self.edges.get(role) or self.reads.get(role) or self.parameters[role].name
 
     def flops_at(self, length: int) -> float:
-        """FLOPs of its products, forward, for one token of a sequence of `length` tokens."""
+        """Return FLOPs of its products, forward, for one token of a sequence of `length` tokens."""
         constant, each = self.flops
         return constant + each * length
 

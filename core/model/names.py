@@ -14,7 +14,7 @@ GRADIENT = "grad/"
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Every parameter's shape in canonical order; matrices are (out, in). A tied head has no name of its own."""
+    """Return every parameter's shape in canonical order; matrices are (out, in). A tied head has no name of its own."""
     return {name: parameter.shape for name, parameter in graph_of(model).parameters.items()}
 
 
@@ -30,7 +30,7 @@ def layer_of(name: str) -> int | None:
 
 
 def tap_names(model: ModelConfig) -> list[str]:
-    """Every forward tap of the model, in the order of the chain."""
+    """Return every forward tap of the model, in the order of the chain."""
     return graph_of(model).taps
 
 

@@ -74,7 +74,7 @@ def summed_edges(config: RunConfig, parts: Sequence[Window]) -> dict[str, frozen
 
 
 def device_bytes(config: RunConfig, rows: int, budget: float) -> float:
-    """Bytes on the device of the dearest window of a check's names; without a budget, of all at once."""
+    """Return bytes on the device of the dearest window of a check's names; without a budget, of all at once."""
     sizes = _sizes(config, rows)
     asked = _names(graph_of(config.model, config.attention, config.loss).operations)
     parts = windows_of(config, asked, rows, budget) if budget else [Window(frozenset(asked))]
@@ -89,7 +89,7 @@ def _names(operations: Collection[Operation]) -> set[str]:
 
 
 def _sizes(config: RunConfig, rows: int) -> dict[str, int]:
-    """Bytes that each name costs on the device: a tap once, its gradient with the zero that is added to it."""
+    """Return bytes that each name costs on the device: a tap once, its gradient with the zero that is added to it."""
     number = FORMATS[config.precision.stream].bytes
     taps = {n: number * math.prod(s) for n, s in probe_shapes(config.model, rows, config.train.sequence_length).items()}
     weights = {n: number * math.prod(shape) for n, shape in parameter_shapes(config.model).items()}

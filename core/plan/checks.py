@@ -129,7 +129,7 @@ def taps_bytes(config: RunConfig, rows: int) -> float:
 
 
 def taps_budget(config: RunConfig) -> float:
-    """Bytes of the candidate's device that taps may take, by `parity.device_gb`; 0 without one.
+    """Return bytes of the candidate's device that taps may take, by `parity.device_gb`; 0 without one.
 
     A reference on that device has a half of it: `reference_share` is what taps leave.
     """
@@ -138,7 +138,7 @@ def taps_budget(config: RunConfig) -> float:
 
 
 def reference_share(config: RunConfig) -> float:
-    """Bytes of its devices that a reference there may take: what is left of `parity.device_gb` beside taps."""
+    """Return bytes of its devices that a reference there may take: what is left of `parity.device_gb` beside taps."""
     rows = rows_looked_at(config)
     return config.parity.device_gb * GB - _shown(config, rows, taps_budget(config))
 
@@ -198,14 +198,14 @@ def _shown(config: RunConfig, rows: int, budget: float) -> float:
 
 
 def _tapped(config: RunConfig, rows: int) -> int:
-    """Numbers of all taps, and of the gradients at taps and edges."""
+    """Return numbers of all taps, and of the gradients at taps and edges."""
     shapes = probe_shapes(config.model, rows, config.train.sequence_length)
     taps = set(tap_names(config.model))
     return sum(math.prod(shape) * (2 if name in taps else 1) for name, shape in shapes.items())
 
 
 def _scored(config: RunConfig, rows: int, thorough: bool) -> int:
-    """Bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of logits.
+    """Return bytes of targets (int32); by policy, of NLL and of whether the target is likeliest (int32); of logits.
 
     The reference makes no pass for them: it has the logits of the looked-at sequences for the taps.
     """
@@ -244,14 +244,14 @@ def _segments(config: RunConfig) -> float:
 
 
 def _crossing(config: RunConfig, tokens: int) -> float:
-    """Bytes of what crosses from block to block in both precisions, and of the logits of one chunk of tokens."""
+    """Return bytes of what crosses from block to block in both precisions, and of the logits of one chunk of tokens."""
     model = config.model
     logits = min(tokens * model.vocab_size, max(model.vocab_size * model.hidden, (128 << 20) // TRUTH))
     return float((TWIN + TRUTH) * (tokens * model.hidden * (model.layers + 2) + 2 * logits))
 
 
 def _flops(config: RunConfig, tokens: float, looked_at: int) -> float:
-    """FLOPs of twin and truth: the pass with its second forward pass, and every stage by itself.
+    """Return FLOPs of twin and truth: the pass with its second forward pass, and every stage by itself.
 
     flops_per_token counts a forward and a backward pass, three forward passes' worth.
     """

@@ -41,7 +41,7 @@ class Choice:
 
 
 def choices(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None) -> list[Choice]:
-    """Every policy, in the order of POLICIES; a configuration's own comes first if it is none of those."""
+    """Return every policy, in the order of POLICIES; a configuration's own comes first if it is none of those."""
     known = dict(POLICIES)
     if own_name(config) not in known:
         known = {own_name(config): config.recompute, **known}

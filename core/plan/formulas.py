@@ -50,7 +50,7 @@ class Part:
 
 
 def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
-    """Bytes that the attention kernel itself keeps of a micro-batch, one layer.
+    """Return bytes that the attention kernel itself keeps of a micro-batch, one layer.
 
     flash, cudnn, efficient, fa3, flex: q, k, v and out, K's heads repeated already (`Attention.expand`), and the FP32
     logsumexp a row and head (Dao 2023, arXiv 2307.08691, section 3.1; derivatives.yaml); flex keeps the row's maximum
@@ -184,7 +184,7 @@ def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
 
 
 def _input(z: Sizes) -> float:
-    """Bytes of what a norm writes, in eager."""
+    """Return bytes of what a norm writes, in eager."""
     return float(z.kept("norm") * z.tokens * z.hidden)
 
 
@@ -268,7 +268,7 @@ def _read(z: Sizes, normed_again: bool) -> float:
 
 
 def _kept(z: Sizes, width: int) -> float:
-    """Bytes that a compiled program keeps of a layer's input, (n, width) in the operand dtype.
+    """Return bytes that a compiled program keeps of a layer's input, (n, width) in the operand dtype.
 
     None in FP8: torchao keeps the input from before its cast and casts it again for the weight's gradient
     (torchao/float8/float8_linear.py, `matmul_with_hp_or_float8_args`), so that no product of the backward pass reads

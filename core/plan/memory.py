@@ -254,7 +254,7 @@ def _of_state(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig
 
 
 def optimizer_working(config: RunConfig, z: Sizes) -> float:
-    """Bytes that the update holds for itself, and what the norms of a step need where they are recorded.
+    """Return bytes that the update holds for itself, and what the norms of a step need where they are recorded.
 
     AdamW a list operation at a time: the square root of a group's second moments (torch/optim/adam.py,
     `_multi_tensor_adamw`). 8-bit: the largest tensor's moments, in FP32. Otherwise what its rule holds for the largest

@@ -95,7 +95,7 @@ def comparable(row: Row) -> bool:
 
 
 def beside(config: RunConfig) -> list[Beside]:
-    """Every published row that can be estimated, for the model of `config`."""
+    """Return every published row that can be estimated, for the model of `config`."""
     gpu, found = GPUS["h100"], []
     for row in filter(comparable, ROWS):
         made, published = _config(config, row), row.published

@@ -69,7 +69,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     in_fp8 = _layers_in_fp8(config.model, config.precision)
 
     def linear(one: Operation) -> float:
-        """Seconds of a token's forward products with weights, in all blocks or outside them."""
+        """Return seconds of a token's forward products with weights, in all blocks or outside them."""
         count = layers if one.layer is not None else 1
         in_narrow = in_fp8.get(one.id, 0) if one.layer is not None else 0
         return one.flops_at(0) * (in_narrow / narrow + (count - in_narrow) / rate)
@@ -104,7 +104,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
 
 
 def _read_for_scales(config: RunConfig, in_fp8: Mapping[str, int], tokens: float) -> float:
-    """Bytes that are read for FP8's scales: of inputs, outputs' gradients and weights; none of delayed ones.
+    """Return bytes that are read for FP8's scales: of inputs, outputs' gradients and weights; none of delayed ones.
 
     An input of several layers is read once.
     """
@@ -139,7 +139,7 @@ def _layers_in_fp8(model: ModelConfig, precision: PrecisionConfig) -> dict[str, 
 
 @lru_cache(maxsize=16)
 def _of_update(model: ModelConfig, optim: OptimConfig, precision: PrecisionConfig) -> tuple[float, float]:
-    """FLOPs of the optimizer's own products and bytes of the update, counted once a model."""
+    """Return FLOPs of the optimizer's own products and bytes of the update, counted once a model."""
     config = RunConfig().model_copy(update={"model": model, "optim": optim, "precision": precision})
     return update_flops(config), optimizer_bytes(config)
 

@@ -67,7 +67,7 @@ class Sizes:
         return self.operand != self.stream
 
     def kept(self, key: str) -> int:
-        """Bytes of a number of what a key of the plan of casts names, as an eager program writes it."""
+        """Return bytes of a number of what a key of the plan of casts names, as an eager program writes it."""
         return self.operand if self.plan.keeps(key) else self.stream
 
     @property
@@ -118,7 +118,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
 
 
 def _width(model: ModelConfig, kind: str, role: str) -> int:
-    """Numbers of a token that the first operation of a kind reads by a role; 0 without any."""
+    """Return numbers of a token that the first operation of a kind reads by a role; 0 without any."""
     graph = graph_of(model.model_copy(update={"layers": 1}))
     found = (one for one in graph.operations if one.kind == kind)
     return next((math.prod(graph.by_tap[one.reads[role]].width) for one in found), 0)

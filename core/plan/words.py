@@ -19,12 +19,12 @@ CONVENTIONS = {"6N": "6N", "causal": "+ causal attention", "full": "+ full atten
 
 
 def gb(size: float) -> str:
-    """Bytes in GB (10⁹); in MB where that is little."""
+    """Write bytes in GB (10⁹); in MB where that is little."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def model_rows(estimate: Estimate) -> Rows:
-    """Parameters by group, FLOPs a token, the peak."""
+    """Return parameters by group, FLOPs a token, the peak."""
     config = estimate.config
     rows: Rows = [["parameters", f"{parameter_count(config.model):,}"]]
     rows += [[f"  {group}", f"{count:,}"] for group, count in parameter_count_by_group(config.model).items()]

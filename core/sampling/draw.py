@@ -71,7 +71,7 @@ def choose(shares: np.ndarray, uniform: float) -> int:
 def write_tokens(
     next_token: NextToken, prompt: np.ndarray, window: int, sampling: Sampling, number: int = 0, lead: int = 0
 ) -> Iterator[int]:
-    """Tokens that follow `prompt`, int32 (n,) of at least one, without end; each is drawn from the last `window`.
+    """Yield tokens that follow `prompt`, int32 (n,) of at least one, without end; each is drawn from the last `window`.
 
     number: of the sample among several, each with a stream of its own (Philox keyed by seed and number; one number a
     token). lead: the prompt's first tokens that only the first draw sees. Raises UserError where logits are not finite.

@@ -96,7 +96,7 @@ def headline(verdict: str, idle: Sequence[str]) -> str:
 
 
 def fitting_in_words(found: Fitting) -> str:
-    """Say what casts that were not declared explain of a step that disagreed."""
+    """Describe what casts that were not declared explain of a step that disagreed."""
     there, declared = _settings(found.settings), _settings(found.declared)
     if found.agrees:
         return f"it differs from what is declared, {declared}: every comparison agrees under {there}"
@@ -167,7 +167,7 @@ def left_out_line(record: StepRecord) -> str:
 
 
 def norm_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """Lines for what updates do to weights, for norms by group, and for memory, as far as they are known."""
+    """Return lines for what updates do to weights, for norms by group, and for memory, as far as they are known."""
 
     def under(prefix: str) -> dict[str, float]:
         return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}

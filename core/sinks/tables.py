@@ -88,7 +88,7 @@ def where_the_time_went(seconds: Mapping[str, float]) -> Table:
 
 
 def facts(title: str, values: Mapping[str, object]) -> Table:
-    """Names and values: what is in force, versions, hardware."""
+    """Return names and values: what is in force, versions, hardware."""
     return table(title, ("", ""), list(values.items()))
 
 

@@ -210,7 +210,7 @@ def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | 
 
 
 def memory(session: Session) -> dict[str, float]:
-    """Bytes in use as the session tells them, else those of this process."""
+    """Return bytes in use as the session tells them, else those of this process."""
     try:
         found = ask(session, UsesMemory).memory()
     except NotSupported:
@@ -219,7 +219,7 @@ def memory(session: Session) -> dict[str, float]:
 
 
 def sample(session: Session, data: RunData, step: int) -> str:
-    """Text from the configured prompt."""
+    """Write text from the configured prompt."""
     log, tokenizer = data.config.log, data.dataset.tokenizer()
     prompt = np.asarray(tokenizer.encode_documents([log.sample_prompt])[0], np.int32)
     if len(prompt) == 0:

@@ -52,7 +52,7 @@ class Stalls:
         self._move(rest, self._spent["compute"] - told.get("compute", 0.0))
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each part since the last call: what is not 0, under the names of a record's `host`."""
+        """Return seconds of each part since the last call: what is not 0, under the names of a record's `host`."""
         self._charge()
         spent, self._spent = self._spent, dict.fromkeys(PARTS, 0.0)
         return {SECONDS + part: seconds for part, seconds in spent.items() if seconds > 0}

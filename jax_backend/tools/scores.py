@@ -14,7 +14,7 @@ from lockstep.jax_backend.policy import Policy
 def scores(
     model: Transformer, chunk: int, tokens_BS: Array, targets_BS: Array, policy: Policy, *documents_BS: Array
 ) -> tuple[Array, Array]:
-    """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S); pure.
+    """Return per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S); pure.
 
     Logits are made for at most `chunk` tokens at a time: for a piece of every sequence, so that sequences which are cut
     over devices stay there. There is at least one token of each.

@@ -142,7 +142,7 @@ def _row(row: str, options: BenchData, data: Path, contenders: Sequence[Contende
 
 
 def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log: IO[str]) -> dict[str, Any]:
-    """Seconds to the first batch, and of them those of opening the data, by contender."""
+    """Return seconds to the first batch, and of them those of opening the data, by contender."""
     from lockstep.core.bench.data import FIRST, ROWS
     from lockstep.core.bench.turns import answers_in_turns
 
@@ -162,7 +162,7 @@ def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log:
 
 
 def _resume(options: BenchData, folder: Path, log: IO[str]) -> dict[str, Any]:
-    """Seconds to the first batch of a data set on paper, by the sample that the run goes on at."""
+    """Return seconds to the first batch of a data set on paper, by the sample that the run goes on at."""
     from lockstep.core.bench.data import CONTENDERS, FIRST, PAPER_SAMPLES, RESUMED_AT, ROWS
     from lockstep.core.bench.made_up import write_on_paper
 

@@ -83,7 +83,7 @@ class BenchParity:
 
 
 def in_turns(rows: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each row, one after the other, `repeats` times; a first round is not counted."""
+    """Return seconds of each row, one after the other, `repeats` times; a first round is not counted."""
     for run in rows.values():
         run()
     taken: dict[str, list[float]] = {name: [] for name in rows}
@@ -125,7 +125,7 @@ def recorded(
 
 
 def measure(options: BenchParity) -> dict[str, Any]:
-    """Every row, in seconds and in steps."""
+    """Return every row, in seconds and in steps."""
     # The quickstart compiles block by block, so that it begins sooner; a step is faster as one program.
     scope = {"compile.scope": "model"} if options.config == QUICKSTART else {}
     whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true", **scope})

@@ -83,7 +83,7 @@ def _epochs(count: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, Lockstep and the libraries that decide numbers."""
+    """Return versions of Python, Lockstep and the libraries that decide numbers."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in ("lockstep", *LIBRARIES)}
 
 
@@ -161,7 +161,7 @@ def learning_rate_of(config: RunConfig) -> str:
 
 
 def flops_of(config: RunConfig, length: int) -> str:
-    """FLOPs of a token of a sequence so long, by convention."""
+    """Return FLOPs of a token of a sequence so long, by convention."""
     by_kind = flops_per_token(config.model, length)
     said = ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in by_kind.items())
     return f"at {length}: {said}" if len(config.train.lengths) > 1 else said

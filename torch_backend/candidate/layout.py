@@ -32,7 +32,7 @@ class Fused:
 
 
 def fused(*ours: str, transposed: bool = False, by_group: bool = False, neighbours: bool = False) -> Fused:
-    """Describe one of their modules, made of several of ours whose rows follow one another, or of one otherwise laid out.
+    """Describe one of their modules: several of ours whose rows follow one another, or one of ours laid out otherwise.
 
     Args:
         ours: canonical names of modules, as in `ModuleCandidate.modules`.
@@ -197,7 +197,7 @@ def _in_turn(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, np.
 
 
 def _by_group(names: Sequence[str], model: ModelConfig) -> dict[str, np.ndarray]:
-    """Rows of q, k and v: of each key-value head its query heads, its key, its value."""
+    """Return rows of q, k and v: of each key-value head its query heads, its key, its value."""
     if len(names) != 3:
         raise UserError(f"modules: by_group is for q, k and v, not for {', '.join(names)}")
     queries, wide = model.heads // model.kv_heads, model.head_dim

@@ -43,13 +43,13 @@ class Numerics:
         raise UserError(f"{type(self).__name__} builds no model: write build(self, config)")
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Logits (B, S, V) of `tokens`, int64 (B, S)."""
+        """Return logits (B, S, V) of `tokens`, int64 (B, S)."""
         found = model(tokens)
         logits: Tensor = getattr(found, "logits", found)
         return logits
 
     def losses(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Per-token NLL (B, S), in FP32 at least."""
+        """Return per-token NLL (B, S), in FP32 at least."""
         logits = self.logits(model, tokens)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

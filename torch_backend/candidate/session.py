@@ -62,7 +62,7 @@ class ModuleSession:
         return State(self.steps_done, self._ours(self._by_ours), kinds, dict(self.scalars))
 
     def _ours(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Arrays by canonical name, in canonical order. tensors: by the first name in each of theirs."""
+        """Return arrays by canonical name, in canonical order. tensors: by the first name in each of theirs."""
         found: dict[str, np.ndarray] = {}
         for name, tensor in tensors.items():
             found |= self._placed[name].to_ours(to_numpy(tensor))
@@ -143,7 +143,7 @@ class ModuleSession:
         return self._ours({name: p.grad for name, p in self._by_ours.items() if p.grad is not None})
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Per-token NLL, loss and accumulated gradients, as `step` makes them."""
+        """Return per-token NLL, loss and accumulated gradients, as `step` makes them."""
         loss, nll = self._accumulate(batch)
         found = Gradients(nll, loss, self._grads())
         self.optimizer.zero_grad(set_to_none=True)
@@ -206,7 +206,7 @@ class ModuleSession:
         return self.taps.hidden
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Per-token `nll` and `top1` (B, S). Raises NotSupported for another policy than the run's."""
+        """Return per-token `nll` and `top1` (B, S). Raises NotSupported for another policy than the run's."""
         if policy not in (None, self.config.precision.policy):
             raise NotSupported(f"the candidate computes in {self.config.precision.policy} alone")
         tokens, targets, _ = self._tensors(batch)
@@ -216,7 +216,7 @@ class ModuleSession:
         return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,)."""
+        """Return logits (V,) of the token that follows `tokens`, int32 (n,)."""
         ids = torch.from_numpy(np.ascontiguousarray(tokens)).long()[None].to(self.device)
         with torch.no_grad(), self.candidate.precision(self.config):
             return to_numpy(self.candidate.logits(self.model, ids)[0, -1].to(self._stream))

@@ -46,6 +46,6 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
-    """Rows of the table (V, D) by token (B, S) → (B, S, D)."""
+    """Return rows of the table (V, D) by token (B, S) → (B, S, D)."""
     rows: Tensor = _Embedding.apply(tokens_BS, weight_VD)
     return rows

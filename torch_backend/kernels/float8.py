@@ -108,7 +108,7 @@ class _Delayed(torch.autograd.Function):
 
 
 def _casts(products: Any, **tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Each tensor in FP8 with the scale of its amax, saturating; by what it is to its layer."""
+    """Return each tensor in FP8 with the scale of its amax, saturating; by what it is to its layer."""
     from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 

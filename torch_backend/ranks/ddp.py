@@ -48,7 +48,7 @@ class Ranks(Sharing):
         self.ddp.register_comm_hook(None, lambda _, bucket: self._noted_and_summed(bucket))
 
     def left_out(self, program: nn.Module) -> list[str]:
-        """Names of what DDP leaves alone: buffers are tables, the same on every rank."""
+        """Return names of what DDP leaves alone: buffers are tables, the same on every rank."""
         return [name for name, _ in program.named_buffers()]
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:

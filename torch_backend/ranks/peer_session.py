@@ -172,7 +172,7 @@ class PeerSession:
 
     @collects
     def gradients(self, batch: Batch) -> Gradients:
-        """Per-token NLL, loss and gradients of `batch`, reduced over ranks if they share it."""
+        """Return per-token NLL, loss and gradients of `batch`, reduced over ranks if they share it."""
         found = Collected()
         return found.gradients(self.stream_gradients(batch, found))
 

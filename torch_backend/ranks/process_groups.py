@@ -144,7 +144,7 @@ class Marks:
 
 
 def silence(rank: int, group: Any) -> str:
-    """Why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+    """Explain why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
     try:
         work = dist.isend(torch.zeros(1), rank, group=group)
         if work is not None:

@@ -83,7 +83,7 @@ class Sharing:
         loss.backward()
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of what rank 0 computes alone, None for what the loss does not depend on."""
+        """Return gradients of what rank 0 computes alone, None for what the loss does not depend on."""
         return torch.autograd.grad(loss, wanted, allow_unused=True)
 
     def norm(self, norms: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def instructions() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides speed."""
+    """Return versions of what decides speed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
@@ -140,7 +140,7 @@ def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
 
 
 def timed(run: Callable[[], Any], repeat: int, kind: str, warmup: int = 5) -> list[float]:
-    """Seconds of each of `repeat` calls, by CUDA's own events on a GPU."""
+    """Return seconds of each of `repeat` calls, by CUDA's own events on a GPU."""
     for _ in range(warmup):
         run()
     if kind == "cpu":
@@ -160,7 +160,7 @@ def timed(run: Callable[[], Any], repeat: int, kind: str, warmup: int = 5) -> li
 
 
 def random_batches(config: RunConfig, count: int = BATCHES) -> list[Batch]:
-    """Batches of random tokens from a fixed seed, all loss weights 1: what is in them decides no time."""
+    """Return batches of random tokens from a fixed seed, all loss weights 1: what is in them decides no time."""
     shape = config.train.batch_size, config.train.sequence_length
     draw = np.random.default_rng(SEED)
     batches = []

@@ -157,7 +157,7 @@ class HuggingFaceSession:
         self._state = State(state.step, {}, state.optimizer, state.scalars)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Logits (B, S, V); attention and positions as the run has them of documents."""
+        """Return logits (B, S, V); attention and positions as the run has them of documents."""
         tokens = torch.from_numpy(np.ascontiguousarray(batch.tokens)).long()
         more: dict[str, Any] = {}
         documents = batch.documents_for(self.config.attention)
@@ -190,7 +190,7 @@ class HuggingFaceSession:
         return nll + z * torch.logsumexp(logits, -1).square() if z else nll
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Per-token NLL, the loss Σ weight·nll / Σ weight, and the gradient of each parameter under its name."""
+        """Return per-token NLL, the loss Σ weight·nll / Σ weight, and the gradient of each parameter under its name."""
         self._model.zero_grad(set_to_none=True)
         total = float(batch.weights.sum(dtype=np.float64))
         loss, nll = 0.0, []

@@ -45,7 +45,7 @@ class _Captured(Exception):
 
 
 def count_saved(config: RunConfig) -> dict[str, int]:
-    """Bytes that the eager forward pass of one micro-batch keeps, by part; storages once, parameters not.
+    """Return bytes that the eager forward pass of one micro-batch keeps, by part; storages once, parameters not.
 
     The real model on fake CPU tensors: nothing is computed or allocated. The residual stream, which is the input of a
     norm, counts as `block inputs`, whoever keeps it.
@@ -91,7 +91,7 @@ def _follow(module: nn.Module, part: str, inside: list[str], stream: set[int]) -
 
 
 def count_compiled(config: RunConfig) -> int:
-    """Bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not."""
+    """Return bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not."""
     with FakeTensorMode():
         model, arguments = fake(config)
         graph = compiled_forward(model.loss, *arguments)

@@ -13,7 +13,7 @@ from lockstep.torch_backend.precision import Policy
 def scores(
     model: Transformer, chunk: int, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S).
+    """Return per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S).
 
     Logits are made for `chunk` tokens at a time, whatever head the run trains with.
     """

@@ -59,7 +59,7 @@ class StepClock:
         self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._excluded}
 
     def take(self) -> dict[str, float]:
-        """Seconds by part of the step that has ended, once: a step that does not mark itself has none.
+        """Return seconds by part of the step that has ended, once: a step that does not mark itself has none.
 
         compute: forward and backward pass. communication: from when the last gradients of this rank are there until
         the sum over ranks is. optimizer: norm, clipping, update, and what of the update before kept this step waiting.

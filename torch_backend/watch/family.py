@@ -111,7 +111,7 @@ class FamilyReference:
     # `watch` calls these end to end.
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Truth and twin of the independent model at these parameters.
+        """Return truth and twin of the independent model at these parameters.
 
         Raises UserError for a batch that it does not read, for dropout, and for weights in bf16.
         """

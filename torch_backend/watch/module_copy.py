@@ -109,7 +109,7 @@ def _without_wrapper(name: str, module: nn.Module) -> None:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Parameters with hooks of their own on the gradient, which their copies lack."""
+    """Return parameters with hooks of their own on the gradient, which their copies lack."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [
         plain_name(name) for name, p in unwrapped(model).named_parameters() if any(getattr(p, k, None) for k in kinds)

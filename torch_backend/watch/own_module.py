@@ -77,7 +77,7 @@ class OwnModule:
         return self._operations.observe(lambda: self._loss(own, copied_batch(part)), params, precision, uncovered)
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Truth and twin at these parameters; under fp64 the truth is both.
+        """Return truth and twin at these parameters; under fp64 the truth is both.
 
         Raises UserError for a module that cannot be copied, does not fit into memory or draws random numbers.
         """
@@ -155,7 +155,7 @@ class OwnModule:
     def _run(
         self, model: nn.Module, batch: Any, given: Any, casts: Casts = NO_CASTS, sink: Sink | None = None
     ) -> tuple[Answer, bool]:
-        """Loss and gradients of a step, and whether random numbers were drawn.
+        """Return loss and gradients of a step, and whether random numbers were drawn.
 
         given: the batch as the user has it. casts: those of FSDP that the copy computes with. sink: where blocks put
         gradients that they widen.

@@ -93,7 +93,7 @@ class GlooRanks:
         return dist.new_group(list(self.members), timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's object on rank 0, in the order of members; empty on other ranks."""
+        """Return every rank's object on rank 0, in the order of members; empty on other ranks."""
         found: list[Any] | None = [None] * len(self.members) if self.rank == 0 else None
         self._meet(lambda: dist.gather_object(mine, found, group_dst=0, group=self._meeting))
         return found or []

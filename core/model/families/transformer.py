@@ -24,7 +24,7 @@ class Transformer:
     traits: Traits
 
     def __call__(self, model: ModelConfig, attention: AttentionConfig, loss: LossConfig) -> list[Operation]:
-        """Every operation in the order of the chain; names without `blocks.` stand outside the blocks."""
+        """Return every operation in the order of the chain; names without `blocks.` stand outside the blocks."""
         found = self._embedded(model, attention)
         stream = found[-1].tap
         for layer in range(model.layers):

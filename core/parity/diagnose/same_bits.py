@@ -16,7 +16,7 @@ CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 
 
 def different(one: Evidence, other: Evidence) -> Iterator[str]:
-    """Names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
+    """Yield names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
     first, second = dict(_everything(one)), dict(_everything(other))
     for name in [*first, *(n for n in second if n not in first)]:
         if name not in first or name not in second or not bit_equal(first[name], second[name]):

@@ -41,7 +41,7 @@ class Draws:
         self._dtype, self._seed, self._grad = dtype, seed, grad
 
     def values(self, draw: int) -> dict[str, np.ndarray]:
-        """Floating inputs by name, numbers of the dtype."""
+        """Return floating inputs by name, numbers of the dtype."""
         return {name: self._near(self._value(name), draw, i) for i, name in enumerate(self._inputs)}
 
     def cotangents(self, draw: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

@@ -127,7 +127,7 @@ def _finite(
 
 
 def _what_it_is(own: Sequence[np.ndarray], exact: Sequence[np.ndarray], found: Measured) -> list[str]:
-    """Words for the form of a wrong result."""
+    """Return words for the form of a wrong result."""
     words = explain(Direction.of(found.ratio, found.residual), {}, found.own)[:1]
     if np.any(exact[0]) and not any(np.any(c) for c in own):
         words.append("all numbers are zero")

@@ -36,5 +36,5 @@ class Side:
 
 
 def gradient_name(name: str) -> str:
-    """How a gradient is called in a report."""
+    """Return the name of a gradient in a report."""
     return f"grad {name}"

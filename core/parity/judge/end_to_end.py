@@ -171,7 +171,7 @@ def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
 
 
 def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
-    """Every observation of a candidate against twin and truth at its state and on its batches."""
+    """Compare every observation of a candidate with twin and truth at its state and on its batches."""
     twin, truth = repeated.twin, repeated.truth
     over_layers = OverLayers(reference)
     for stage in stages_of(reference.config):

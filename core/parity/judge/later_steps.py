@@ -24,7 +24,7 @@ from lockstep.core.train.skipped_steps import is_made, scalars_after
 
 
 def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Moments and update of each later step, from its own gradients, state and coefficient.
+    """Compare moments and update of each later step, from its own gradients, state and coefficient.
 
     A step whose number or names are wrong is named elsewhere: by its record, or by the first step's own gradients.
     """
@@ -46,7 +46,7 @@ def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]
 
 
 def later_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Loss scale, counts, and the history of amaxes after each later step, from those before it.
+    """Compare loss scale, counts, and the history of amaxes after each later step, from those before it.
 
     The newest amaxes are what the step saw, to which it alone is held.
     """

@@ -60,7 +60,7 @@ def stages(
     missing: list[str],
     chosen: Callable[[Operation], bool] = lambda stage: True,
 ) -> Iterator[Finding]:
-    """Each stage's output, then each gradient that it sends back, in no particular order of the chain.
+    """Compare each stage's output, then each gradient that it sends back, in no particular order of the chain.
 
     chosen: which stages; sums of gradients are those of tensors that a chosen one writes.
     """
@@ -277,7 +277,7 @@ OF_EVERY_RANK = {
 
 
 def _same_on_every_rank(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Each rank's record and state against rank 0's: equal, bit for bit."""
+    """Compare each rank's record and state with rank 0's: equal, bit for bit."""
     if len(evidence.ranks) < 2:
         return
     first, *others = evidence.ranks

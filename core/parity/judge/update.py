@@ -78,7 +78,7 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Names and shapes of weights and moments always; at step 0, the weights' bits against core/model/init.py.
+    """Compare names and shapes of weights and moments always; at step 0, the weights' bits with core/model/init.py.
 
     Imported weights follow from no seed: a session is held to the stored ones where it takes them over
     (core/checkpoint/taken_over.py). And what passes changed that only look at the state.
@@ -108,7 +108,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
-    """Names that are missing, too many, or of another shape."""
+    """Return names that are missing, too many, or of another shape."""
     return sorted(
         n
         for n in shapes.keys() | arrays.keys()
@@ -152,7 +152,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
+    """Compare moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
     before, after = evidence.before, evidence.after
     steps = before.step + 1
     wrong, basis = evidence.miscounted, "an optimizer has counted the updates that were made"
@@ -222,7 +222,7 @@ class Updated:
         return self._rule.together is None
 
     def findings(self) -> Iterator[Finding]:
-        """Every kind of moment, then the update; of the part that is due in this check."""
+        """Compare every kind of moment, then the update; of the part that is due in this check."""
         outputs = (*self._rule.moments, "params")
         compared = {kind: self._comparison(kind) for kind in outputs}
         for where in self._stretches():
@@ -308,7 +308,7 @@ def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:
 
 
 def not_judged(config: RunConfig, step: int) -> list[str]:
-    """Say how much of moments and update a check does not judge, if it is not all of them."""
+    """Describe how much of moments and update a check does not judge, if it is not all of them."""
     sizes = [math.prod(shape) for shape in parameter_shapes(config.model).values()]
     judged = sum(math.prod(part_judged(config, name, step)[1]) for name in parameter_shapes(config.model))
     if judged == sum(sizes):
@@ -354,7 +354,7 @@ def _left_out(before: State, after: State) -> Iterator[Finding]:
 
 
 def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Loss scale and counts of steps left out after the step, from those before and whether it was finite."""
+    """Compare loss scale and counts of steps left out after the step, from those before and whether it was finite."""
     before, after = (without_amaxes(state.scalars) for state in (evidence.before, evidence.after))
     if not before or evidence.stepped is None or not evidence.stepped.grads:
         return
@@ -467,7 +467,7 @@ def tensors(state: State) -> dict[str, Arrays]:
 
 
 def flat(state: State) -> dict[str, np.ndarray]:
-    """Every array of a state by `params/NAME`, `KIND/NAME`, and `step`."""
+    """Return every array of a state by `params/NAME`, `KIND/NAME`, and `step`."""
     arrays = {f"params/{name}": array for name, array in state.params.items()}
     arrays |= {f"{kind}/{name}": array for kind, tree in state.optimizer.items() for name, array in tree.items()}
     scalars = {f"scalars/{name}": np.asarray(value) for name, value in state.scalars.items()}

@@ -286,7 +286,7 @@ def update_kind(config: RunConfig, parameter: str, what: str) -> str:
 
 
 def all_kinds(config: RunConfig) -> set[str]:
-    """Every kind of comparison that a check of a run makes against calibrated bounds."""
+    """Return every kind of comparison that a check of a run makes against calibrated bounds."""
     kinds = {"gradients/together"}
     for name, rule in update_rules(config).items():
         kinds |= {gradient_kind(config.model, name), bridge_kind(config.model, name)}

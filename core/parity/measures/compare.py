@@ -429,7 +429,7 @@ class Noise:
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
     def of(self, name: str, terms: int = 1, tokens: np.ndarray | None = None) -> Norms:
-        """Norms of the noise in one output, or in some tokens of it, by their number over its first two axes.
+        """Return norms of the noise in one output, or in some tokens of it, by their number over its first two axes.
 
         terms: of how many numbers, one after another, each of it is a sum.
         """
@@ -448,7 +448,7 @@ class Noise:
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
-    """Floating inputs with every number off by up to an ulp of the stream dtype, up or down at random."""
+    """Return floating inputs with every number off by up to an ulp of the stream dtype, up or down at random."""
     rng = np.random.Generator(np.random.Philox(key=0))
     ulp = float(np.finfo(stream).eps)
 

@@ -74,7 +74,7 @@ class Direction:
         return self.residual <= honest * abs(self.ratio)
 
     def tolerance(self, twin_relative_error: float, gain_bound: float = 1.0) -> float:
-        """Relative error of r: G·ε of rounding and 6 standard deviations of the sketch; infinite at r = 0."""
+        """Return relative error of r: G·ε of rounding and 6 standard deviations of the sketch; infinite at r = 0."""
         rounding = max(gain_bound * twin_relative_error, FLOOR_ULPS * float(np.finfo(np.float32).eps))
         return rounding + CONFIDENCE * self.uncertainty / abs(self.ratio) if self.ratio else math.inf
 
@@ -205,7 +205,7 @@ def chance_of_a_match(known: Mapping[str, float], tolerance: float, low: float, 
 
 
 def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int) -> dict[str, float]:
-    """Numbers that a step knows and could multiply or divide by wrongly, simplest first; none is 1.
+    """Return numbers that a step knows and could multiply or divide by wrongly, simplest first; none is 1.
 
     step: number of the checked step, from 1. Ratios between steps are given as what the length becomes if the step
     before or after is taken for this one. Those of the optimizer are not among them: `scalars_of_rule`.
@@ -256,7 +256,7 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
 
 
 def scalars_of_rule(config: RunConfig, name: str, number: int) -> dict[str, float]:
-    """Numbers that the rule by which a parameter moves knows, and those of no other rule; none is 1.
+    """Return numbers that the rule by which a parameter moves knows, and those of no other rule; none is 1.
 
     number: of the update, from 1; steps that were left out are not counted.
     """

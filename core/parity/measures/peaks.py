@@ -62,7 +62,7 @@ class Norms:
 
     @classmethod
     def of(cls, x: np.ndarray) -> Norms:
-        """Norms of one array, in FP64."""
+        """Return norms of one array, in FP64."""
         table = np.square(x.reshape(table_of(x.shape)), dtype=np.float64)
         rows, columns = table.sum(1), table.sum(0)
         powers = rows.sum(), table.max(initial=0.0), rows.max(initial=0.0), columns.max(initial=0.0)
@@ -70,7 +70,7 @@ class Norms:
 
     @classmethod
     def anywhere(cls, whole: float) -> Norms:
-        """Norms of a tensor of which only its own is known: all of it may lie in one element."""
+        """Return norms of a tensor of which only its own is known: all of it may lie in one element."""
         return cls(whole, whole, whole, whole)
 
     def at_least(self, other: Norms, times: float = 1.0) -> Norms:
@@ -80,7 +80,7 @@ class Norms:
 
 
 def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns: tokens (the first two axes) by what each of them has, or those of a matrix."""
+    """Return rows and columns: tokens (the first two axes) by what each of them has, or those of a matrix."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     split = 1 if len(shape) == 2 else 2

@@ -198,7 +198,7 @@ class Chain:
         rank: int,
         with_gradients: bool,
     ) -> Named:
-        """Each of the segment's taps and its gradient, the last one first; they are dropped behind it."""
+        """Return each of the segment's taps and its gradient, the last one first; they are dropped behind it."""
         for one in reversed(segment.operations):
             grad = part.grads.pop(one.tap, None)
             yield one.tap, part.taps[one.tap]

@@ -40,7 +40,7 @@ def prepare(reference: Reference, batch: Batch) -> None:
 
 
 def _stages(config: RunConfig, micro: Batch, weighted: Batch) -> Iterator[tuple[str, str, Arrays]]:
-    """Each stage's name on the side of the twin, its plain name, and inputs of the shapes that it is given."""
+    """Yield each stage's name on the side of the twin, its plain name, and inputs of the shapes that it is given."""
     graph = graph_of(config.model, config.attention, config.loss)
     amaxes = {layer: np.zeros(AMAXES, np.float32) for layer in layers(config)}
     seen: set[str] = set()

@@ -206,7 +206,7 @@ def _causality(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
-    """Every token another one; documents where the run uses them."""
+    """Return every token another one; documents where the run uses them."""
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     documents = DOCUMENTS if config.attention.needs_documents else None
     return Batch(tokens, tokens[:, ::-1].copy(), weights, documents)
@@ -242,7 +242,7 @@ def _wiring(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _precision(subjects: Subjects) -> Iterator[Finding]:
-    """Every stage at the declared precision, and in the stream dtype, against FP64 on the same inputs."""
+    """Compare every stage at the declared precision, and in the stream dtype, with FP64 on the same inputs."""
     policy = subjects.policy
     truth = subjects.at("fp64")
     if POLICIES[policy].exact:

@@ -142,14 +142,14 @@ def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
 
 
 def stages_of(config: RunConfig) -> Sequence[Operation]:
-    """Every forward stage of a run."""
+    """Return every forward stage of a run."""
     return forward_stages(config.model, config.attention, config.loss)
 
 
 def forward_stages(
     model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None
 ) -> Sequence[Operation]:
-    """Every forward stage of the model in the order of the chain, as `graph_of` gives them."""
+    """Return every forward stage of the model in the order of the chain, as `graph_of` gives them."""
     return graph_of(model, attention, loss).operations
 
 
@@ -167,7 +167,7 @@ class Shared:
 
 
 def shared_tensors(config: RunConfig) -> list[Shared]:
-    """Every tensor with several consumers: the residual stream, the outputs of norms, a tied embedding."""
+    """Return every tensor with several consumers: the residual stream, the outputs of norms, a tied embedding."""
     graph = graph_of(config.model, config.attention, config.loss)
     readers: dict[str, list[tuple[Operation, str, str | None]]] = {}
     for name, edge in graph.edges.items():

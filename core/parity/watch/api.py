@@ -333,7 +333,7 @@ class Watcher:
             listen(pending, i, optimizer, params, self._guard, reading.at)
 
     def _needed(self, sizes: Sequence[int]) -> int:
-        """Bytes that a check takes on this rank."""
+        """Return bytes that a check takes on this rank."""
         if self._together is None or self._together.rank == 0:
             return BYTES_A_NUMBER * sum(sizes) + BYTES_OF_LARGEST * max(sizes)
         return BYTES_A_NUMBER_ELSEWHERE * sum(sizes) // len(self._together.members)
@@ -513,7 +513,7 @@ class Watcher:
         return []
 
     def _answers(self, params: Arrays, batch: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Truth and twin, with the model's names; under fp64 the truth is both."""
+        """Return truth and twin, with the model's names; under fp64 the truth is both."""
         if isinstance(self.reference, StepReference):
             return self.reference.answers(params, batch, self.precision, uncovered)
         back = {theirs: name for name, theirs in self._renamed.items()}

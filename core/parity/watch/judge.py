@@ -255,7 +255,7 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
 
 
 def skipped_by_scaler(step: Step) -> str:
-    """Why a step without an update is no fault: its gradients are not finite. Empty where that is not so."""
+    """Explain why a step without an update is no fault: its gradients are not finite. Empty where that is not so."""
     finite = all(np.isfinite(g).all() for g in step.grads.values())
     if finite or not step.fired or any(step.fired):
         return ""
@@ -263,7 +263,7 @@ def skipped_by_scaler(step: Step) -> str:
 
 
 def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
-    """Moments and update from the candidate's own gradients, state and hyperparameters, relative to the update.
+    """Compare moments and update from the candidate's own gradients, state and hyperparameters, relative to the update.
 
     skipped: why the step was left out on purpose, or empty.
     """
@@ -485,7 +485,7 @@ def _coefficient_slack(step: Step) -> float:
 
 
 def _norm_slack(step: Step, eps: float | None = None) -> float:
-    """Relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py).
+    """Return relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py).
 
     eps: of the format in which it is summed. Default: the widest unit among the gradients.
     """

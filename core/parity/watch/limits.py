@@ -85,7 +85,7 @@ class Extremes:
         self.relative_error = max(self.relative_error, d.relative_error)
 
     def limits(self, precision: Precision) -> Limits:
-        """Bounds from these extremes, with the margins of core/parity/measures/calibrated_bounds.py."""
+        """Return bounds from these extremes, with the margins of core/parity/measures/calibrated_bounds.py."""
         wider = calibrated_bounds.margin("gradients/")
         basis = f"{self.checks} checks of this run, taken as honest by calibrate=, reached {{}}, with margin {wider:g}"
         return Limits(

@@ -66,7 +66,7 @@ class Sides:
         object.__setattr__(self, "finite", kept)
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """Numbers as a table, zero where a truth is not finite."""
+        """Return numbers as a table, zero where a truth is not finite."""
         return np.where(self.finite, x, 0.0).reshape(table_of(x.shape))
 
     @cached_property

@@ -87,7 +87,7 @@ class Ranks(Protocol):
     divisor: float
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's object, in the order of `members`, on rank 0. A collective call; empty on other ranks."""
+        """Return every rank's object, in the order of `members`, on rank 0. A collective call; empty on other ranks."""
         ...
 
     def of_first(self, mine: Any) -> Any:
@@ -251,7 +251,7 @@ def _in_messages(places: Mapping[str, Cut]) -> list[list[str]]:
 
 
 def _arrays(pending: Pending) -> dict[str, tuple[dict[str, Any], str]]:
-    """Every array that a step holds: its place in words → where it stands."""
+    """Return every array that a step holds: its place in words → where it stands."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
 
     def add(moment: str, arrays: Any) -> None:

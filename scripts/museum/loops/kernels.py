@@ -28,7 +28,7 @@ def loop(kernel: str, mended: bool = False) -> Seen:
 
 
 def layer_norm(mended: bool) -> Seen:
-    """Rows of 64 numbers in bf16, with a weight and a bias."""
+    """Return rows of 64 numbers in bf16, with a weight and a bias."""
     dtype = torch.float32 if mended else torch.bfloat16
 
     def mine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -120,5 +120,5 @@ def errors_of(
 
 
 def seeded(seed: int = 0) -> torch.Generator:
-    """Random numbers that are the same in every call."""
+    """Return random numbers that are the same in every call."""
     return torch.Generator().manual_seed(seed)

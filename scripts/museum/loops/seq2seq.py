@@ -74,7 +74,7 @@ def caption(model: Any, inputs: Any) -> Tensor:
 
 
 def data(kind: str, count: int) -> list[dict[str, Tensor]]:
-    """Rows of text, with a random image or waveform where the model takes one."""
+    """Return rows of text, with a random image or waveform where the model takes one."""
     drawn = torch.Generator().manual_seed(0)
     found = []
     for ids in small.text()[:count]:

@@ -14,7 +14,7 @@ out = torch.randn(ROWS, WIDTH, generator=generator).bfloat16()
 
 
 def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients of weight and bias, computed in this dtype."""
+    """Return gradients of weight and bias, computed in this dtype."""
     both = [torch.ones(WIDTH, dtype=dtype).requires_grad_(), torch.zeros(WIDTH, dtype=dtype).requires_grad_()]
     made = F.layer_norm(x.to(dtype), (WIDTH,), weight=both[0], bias=both[1])
     return [gradient.double() for gradient in torch.autograd.grad(made, both, out.to(dtype))]

@@ -162,7 +162,7 @@ def takes_masks(model: Any) -> bool:
 
 
 def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Weights that make sums over micro-batches the mean over the targets of all."""
+    """Return weights that make sums over micro-batches the mean over the targets of all."""
     return [1 / sum(int((part["labels"] != NO_TARGET).sum()) for part in parts)] * len(parts)
 
 
