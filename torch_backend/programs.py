@@ -29,7 +29,7 @@ from lockstep.torch_backend.tools.sketch import (
     sketch,
     statistics,
 )
-from lockstep.torch_backend.tools.step_timer import StepClock
+from lockstep.torch_backend.tools.step_timer import StepTimer
 from lockstep.torch_backend.upload import on_device
 
 Tensors = Mapping[str, Tensor]
@@ -81,7 +81,7 @@ class Programs:
     root: Root | None
     scalars: dict[str, float]
     steps_done: int
-    clock: StepClock
+    clock: StepTimer
     mark: Mark
     # By the tap of all and a block's name, where each block has a tap of its own.
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]

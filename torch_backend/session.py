@@ -72,7 +72,7 @@ from lockstep.torch_backend.switches import Switches
 from lockstep.torch_backend.tools.deterministic import costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
 from lockstep.torch_backend.tools.nvtx import marking, part
-from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepClock
+from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepTimer
 from lockstep.torch_backend.upload import uploaded
 
 
@@ -99,7 +99,7 @@ class TorchSession(Observes):
         self._amaxes_seen: Tensor | None = None
         self._told_amaxes: Amaxes = {}
         self._seen_at_taps: dict[str, Tensor] = {}
-        self.clock = StepClock(self.device)
+        self.clock = StepTimer(self.device)
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None
         # How a tensor of the state or a gradient is shown: whole, or this rank's part of it.
@@ -353,7 +353,7 @@ class TorchSession(Observes):
         self.steps_done += 1
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Return seconds of the last step by part, as `StepClock.take` lists them."""
+        """Return seconds of the last step by part, as `StepTimer.take` lists them."""
         return self.clock.take()
 
     def memory(self) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import ParallelConfig
-from lockstep.torch_backend.tools.step_timer import StepClock
+from lockstep.torch_backend.tools.step_timer import StepTimer
 
 MicroLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # fp32 means the gradients' own dtype, which is float64 under the fp64 policy: nothing is cast.
@@ -27,7 +27,7 @@ class Sharing:
     # If each rank holds only a part of the weights, all ranks must take part in whatever needs them.
     sharded = False
 
-    def __init__(self, clock: StepClock, parallel: ParallelConfig) -> None:
+    def __init__(self, clock: StepTimer, parallel: ParallelConfig) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
         self._clock = clock

@@ -11,7 +11,7 @@ import torch
 BEGIN, REDUCING, ACCUMULATED = "begin", "reducing", "accumulated"
 
 
-class StepClock:
+class StepTimer:
     """Marks on the timeline of a step: the host's time, on CUDA events on the current stream.
 
     Events are read at the end of the step, after its one wait for the device, when they all have happened: reading
