@@ -29,7 +29,7 @@ from lockstep.core.train.held_record import WrongRecord, require_prescribed
 from lockstep.core.train.metrics import MEMORY, SEQUENCE_LENGTH, attention_logits
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.spikes import Spikes
-from lockstep.core.train.time_accounting import Stalls
+from lockstep.core.train.time_accounting import TimeAccounting
 from lockstep.core.train.unchanged_state import unchanged
 from lockstep.core.train.validation import LOSS, Validation, means
 
@@ -93,27 +93,27 @@ def step_records(
     first: int,
     device: str,
     watch: Watch | None = None,
-    stalls: Stalls | None = None,
+    spent: TimeAccounting | None = None,
     spikes: Spikes | None = None,
     ranks: Ranks = ONE,
 ) -> Iterator[StepRecord]:
     """Run steps `first`… and yield each one's record with timing and the metrics that are due.
 
-    stalls: the stopwatch of the caller. spikes: checks each loss, and keeps the batch of a spike.
+    spent: the stopwatch of the caller. spikes: checks each loss, and keeps the batch of a spike.
     Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
     too many of them were left out in a row. Raises WrongRecord at a step whose record is not the run's.
     """
-    config, stalls = data.config, stalls or Stalls()
+    config, spent = data.config, spent or TimeAccounting()
     last = config.train.steps
     with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
         for step in range(first, last + 1):
-            with stalls.part("data"):
+            with spent.part("data"):
                 batch = next_of(batches, ranks, step)
             norms = due(config.log.norms_every, step, last)
             watched = watch is not None and watch.due(step)
-            validation = _validation(data, step, stalls)
+            validation = _validation(data, step, spent)
             started = time.perf_counter()
-            with stalls.part("compute"):
+            with spent.part("compute"):
                 if watch is not None and watched:
                     # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
                     record = watch.step(session, batch, norms, data.batch(step).digest(), validation)
@@ -121,7 +121,7 @@ def step_records(
                     record = session.step(batch, norms=norms)
                     record = replace(record, seconds=time.perf_counter() - started)
             with suppress(NotSupported):
-                stalls.split_step(ask(session, Timed).seconds_of_step(), "checks" if watched else "other")
+                spent.split_step(ask(session, Timed).seconds_of_step(), "checks" if watched else "other")
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
@@ -131,13 +131,13 @@ def step_records(
             # A clock too coarse to see a step is no reason to divide by zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             looked = f"validation, a metric or a sample after step {step}"
-            with stalls.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
+            with spent.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
                 metrics = dict(record.metrics)
                 if validation is not None and LOSS not in metrics:
                     metrics |= means(validation.scores(session), validation.sources)
                 metrics |= measured(session, data, batch, step)
                 text = sample(session, data, step) if due(config.log.sample_every, step, last) else None
-            with stalls.part("logging"):
+            with spent.part("logging"):
                 host = memory(session) if due(config.log.memory_every, step, last) else {}
                 metrics |= spikes.look(record, batch) if spikes else {}
             yield replace(
@@ -145,7 +145,7 @@ def step_records(
                 tokens_per_second=rate,
                 mfu=mfu(config.model, batch.tokens.shape[1], rate, device, config.precision.policy),
                 metrics=metrics,
-                host=stalls.lap() | host,
+                host=spent.lap() | host,
                 sample=text,
             )
 
@@ -173,7 +173,7 @@ def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
     return batch
 
 
-def _validation(data: RunData, step: int, stalls: Stalls) -> Validation | None:
+def _validation(data: RunData, step: int, spent: TimeAccounting) -> Validation | None:
     """Return the validation that is due after a step, or None."""
     if not due(data.config.eval.every, step, data.config.train.steps):
         return None
@@ -258,23 +258,23 @@ def train(
     done = first - 1
     checks = Checks(sinks, alarm, ranks)
     stops = config.parity.on_alarm != "log"
-    stalls, spikes = Stalls(), Spikes(run, data, first) if run else None
+    spent, spikes = TimeAccounting(), Spikes(run, data, first) if run else None
     with checkpoints_of(session, data, run, ranks) as checkpoints:
         try:
-            for record in step_records(session, data, first, device, watch, stalls, spikes, ranks):
+            for record in step_records(session, data, first, device, watch, spent, spikes, ranks):
                 done = record.step
-                with stalls.part("logging"):
+                with spent.part("logging"):
                     for sink in sinks:
                         sink.record(record)
                     if spikes:
                         spikes.tell(sinks)
                 if watch is not None:
-                    with stalls.part("checks"):
+                    with spent.part("checks"):
                         checks.deliver(watch.collect())
                 if stops and checks.bad is not None:
                     break
                 best = checkpoints.improved(record) and kept.best
-                with stalls.part("checkpoint"):
+                with spent.part("checkpoint"):
                     if due(kept.every, done, last) or done == last or best:
                         reason: Reason = "end" if done == last else "best" if best else "interval"
                         with unchanged(session, f"the checkpoint after step {done}"):

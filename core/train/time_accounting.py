@@ -19,7 +19,7 @@ from lockstep.core.train.metrics import SECONDS
 PARTS = ("data", "compute", "communication", "optimizer", "checks", "validation", "logging", "checkpoint", "other")
 
 
-class Stalls:
+class TimeAccounting:
     """A stopwatch for one thread. Parts may be nested: the inner one's time is not the outer one's."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

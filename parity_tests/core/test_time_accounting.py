@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.train.time_accounting import PARTS, Stalls
+from lockstep.core.train.time_accounting import PARTS, TimeAccounting
 
 
 class Clock:
@@ -23,34 +23,34 @@ def clock() -> Clock:
 
 
 def test_every_moment_is_charged_once(clock: Clock) -> None:
-    stalls = Stalls(clock)
+    spent = TimeAccounting(clock)
     clock.now += 1
-    with stalls.part("data"):
+    with spent.part("data"):
         clock.now += 2
-    with stalls.part("logging"):
+    with spent.part("logging"):
         clock.now += 4
-        with stalls.part("checkpoint"):
+        with spent.part("checkpoint"):
             clock.now += 8
         clock.now += 16
     clock.now += 32
-    assert stalls.lap() == {
+    assert spent.lap() == {
         "seconds/data": 2,
         "seconds/checkpoint": 8,
         "seconds/logging": 20,
         "seconds/other": 33,
     }
     clock.now += 5
-    assert stalls.lap() == {"seconds/other": 5}
-    assert stalls.lap() == {}
+    assert spent.lap() == {"seconds/other": 5}
+    assert spent.lap() == {}
 
 
 def test_an_error_closes_its_part(clock: Clock) -> None:
-    stalls = Stalls(clock)
-    with pytest.raises(KeyError), stalls.part("data"):
+    spent = TimeAccounting(clock)
+    with pytest.raises(KeyError), spent.part("data"):
         clock.now += 1
         raise KeyError
     clock.now += 2
-    assert stalls.lap() == {"seconds/data": 1, "seconds/other": 2}
+    assert spent.lap() == {"seconds/data": 1, "seconds/other": 2}
 
 
 TOLD = {"compute": 3.0, "communication": 1.0, "optimizer": 2.0, "logging": 0.5}
@@ -71,18 +71,18 @@ TOLD = {"compute": 3.0, "communication": 1.0, "optimizer": 2.0, "logging": 0.5}
 def test_the_parts_of_a_step_add_up_to_it_whatever_the_session_says(
     clock: Clock, told: dict[str, float], rest: str, found: dict[str, float]
 ) -> None:
-    stalls = Stalls(clock)
-    with stalls.part("compute"):
+    spent = TimeAccounting(clock)
+    with spent.part("compute"):
         clock.now += 10
-    stalls.split_step(told, rest)
-    lap = stalls.lap()
+    spent.split_step(told, rest)
+    lap = spent.lap()
     assert lap == {f"seconds/{part}": seconds for part, seconds in found.items()}
     assert sum(lap.values()) == 10 and {name.removeprefix("seconds/") for name in lap} <= set(PARTS)
 
 
 def test_a_clock_that_goes_back_takes_nothing_away(clock: Clock) -> None:
-    stalls = Stalls(clock)
+    spent = TimeAccounting(clock)
     clock.now -= 50
-    with stalls.part("data"):
+    with spent.part("data"):
         clock.now += 1
-    assert stalls.lap() == {"seconds/data": 1}
+    assert spent.lap() == {"seconds/data": 1}
