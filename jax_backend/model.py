@@ -400,7 +400,7 @@ class Transformer(nnx.Module):
         return rope._replace(places=jnp.arange(length) if reset is None else reset)
 
     def trunk(self, tokens_BS: Array, policy: Policy, tap: Tap = no_tap, documents_BS: Array | None = None) -> Array:
-        """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
+        """Compute everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
         return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
 
     def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:

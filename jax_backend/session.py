@@ -352,7 +352,7 @@ class JaxSession:
     def move(
         self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: Array, lr: Array
     ) -> tuple[Terms, dict[str, Tree]]:
-        """Everything of the update but the last additions."""
+        """Compute everything of the update but the last additions."""
         clipped = jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads)
         return next_state(self.config, params, moments, clipped, step, lr)
 

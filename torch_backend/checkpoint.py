@@ -198,7 +198,7 @@ def named_tensors(session: Programs) -> dict[str, Callable[[], Tensor]]:
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which of the tensors each rank writes: the largest first, each to who has least so far."""
+    """Assign tensors to the ranks that write them: the largest first, each to the rank with least so far."""
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

@@ -400,7 +400,7 @@ class Transformer(nn.Module):
         return rope._replace(places=torch.arange(start, length, device=cos.device) if reset is None else reset)
 
     def trunk(self, tokens_BS: Tensor, policy: Policy, tap: Tap = no_tap, documents_BS: Tensor | None = None) -> Tensor:
-        """Everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
+        """Compute everything before the head: tokens (B, S) → final-norm output (B, S, D)."""
         return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
 
     def trunk_at(self, tokens_BS: Tensor, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Tensor:

@@ -335,14 +335,14 @@ def read_moments(
 
 
 def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
-    """One moment of a parameter, as `read_moments` gives it."""
+    """Return one moment of a parameter, as `read_moments` gives it."""
     value = kept_moment(optimizer, p, kind)
     part = local(value)
     return as_part(numbers_of(part), like=p) if in_codes(part) else value
 
 
 def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
-    """One moment of a parameter as the optimizer keeps it: torchao's in codes and scales."""
+    """Return one moment of a parameter as the optimizer keeps it: torchao's in codes and scales."""
     entry = optimizer.state[p]
     if "state1" in entry:  # bitsandbytes'
         return read_moment(entry, kind)

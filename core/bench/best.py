@@ -83,7 +83,7 @@ class Search:
         return next(one for one in self.candidates if one.choices == choices)
 
     def measured(self) -> list[Choices]:
-        """Those with a time, fastest first; a measurement over more steps replaces the earlier one."""
+        """Return those with a time, fastest first; a measurement over more steps replaces the earlier one."""
         found = [c for c in self.order if self.results[c]["status"] == "measured"]
         return sorted(found, key=lambda c: self.results[c]["median"])
 

@@ -158,7 +158,7 @@ def result(
     losses: Mapping[str, Sequence[float]],
     memory: Mapping[str, int | None],
 ) -> dict[str, Any]:
-    """One row's result."""
+    """Return one row's result."""
     tokens = config.train.batch_size * config.train.sequence_length
     found: dict[str, Any] = {
         "row": row,

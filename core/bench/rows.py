@@ -351,5 +351,5 @@ def bench_config(config: RunConfig) -> dict[str, object]:
 
 
 def names(rows: Iterable[Row]) -> str:
-    """Their names, separated by commas."""
+    """Return their names, separated by commas."""
     return ", ".join(row.name for row in rows)

@@ -156,7 +156,7 @@ def measure_rows(
 def measure_row(
     row: Row, series: Series, configure: Callable[[Row], RunConfig], ask: Ask, plan: Plan, limit: float
 ) -> dict[str, Any]:
-    """One row's result but for its wall time (core/bench/results.py lists its contents)."""
+    """Return one row's result but for its wall time (core/bench/results.py lists its contents)."""
     result: dict[str, Any] = {
         "row": row.name,
         "status": "refused",

@@ -149,7 +149,7 @@ def value_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines without their checksums; a missing file has none, and a torn last line is left out.
+    """Return all lines without their checksums; a missing file has none, and a torn last line is left out.
 
     Raises DamagedLine if another line is not what was written.
     """

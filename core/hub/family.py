@@ -73,12 +73,12 @@ class Stored:
 
 
 def same(theirs: str, ours: str) -> tuple[Stored, ...]:
-    """Weight and bias of one module under both names."""
+    """Return weight and bias of one module under both names."""
     return tuple(Stored(f"{theirs}.{part}", (f"{ours}.{part}",)) for part in ("weight", "bias"))
 
 
 def conv1d(theirs: str, *ours: str) -> tuple[Stored, ...]:
-    """Weight (in, out) and bias of a Conv1D that holds one or several of our linear layers side by side."""
+    """Return weight (in, out) and bias of a Conv1D that holds one or several of our linear layers side by side."""
     names = {part: tuple(f"{one}.{part}" for one in ours) for part in ("weight", "bias")}
     return Stored(f"{theirs}.weight", names["weight"], transposed=True), Stored(f"{theirs}.bias", names["bias"])
 

@@ -70,7 +70,7 @@ class HubModel:
             yield from to_ours(stored, array, shapes)
 
     def differences(self, params: Arrays) -> list[str]:
-        """Their tensors whose bits are not those that our parameters give in the files' own format."""
+        """Return their tensors whose bits are not those that our parameters give in the files' own format."""
         differ = []
         for stored in self.stored:
             name = self.names[stored.theirs]

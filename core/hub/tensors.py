@@ -14,7 +14,7 @@ from lockstep.core.model.names import parameter_shapes
 
 
 def stored_tensors(family: HubFamily, model: ModelConfig) -> list[Stored]:
-    """Their tensors of a model, in our canonical order, a tied head left out.
+    """Return their tensors of a model, in our canonical order, a tied head left out.
 
     Raises ValueError unless each parameter of the model stands in exactly one of them: then the table of the family is
     wrong.
@@ -45,7 +45,7 @@ def their_shape(stored: Stored, shapes: Mapping[str, Shape]) -> Shape:
 
 
 def to_theirs(stored: Stored, ours: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Their tensor of our parameters, which `ours` gives by name."""
+    """Return their tensor of our parameters, which `ours` gives by name."""
     parts = [ours(name) for name in stored.ours]
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return np.ascontiguousarray(whole.T) if stored.transposed else whole

@@ -35,7 +35,7 @@ def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Forward and backward FLOPs of one token, in three conventions.
+    """Return forward and backward FLOPs of one token, in three conventions.
 
     `6N`:     6 · parameters (Kaplan et al. 2020): two FLOPs a weight forward, four backward; attention not counted.
     `causal`: + scores and values over the S/2 positions that a token sees on average, 6 · layers · hidden · S.
@@ -59,7 +59,7 @@ def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, floa
 
 
 def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
-    """Forward FLOPs of one token that the backward pass computes again, in the conventions of `flops_per_token`.
+    """Return forward FLOPs of one token that the backward pass computes again, in the conventions of `flops_per_token`.
 
     In each block that `recompute.every` chooses, products only (norms, activations and the look-up count nothing):
 

@@ -61,7 +61,7 @@ def _rules(model: ModelConfig, optim: OptimConfig, exact: bool) -> Mapping[str, 
 
 
 def moment_names(config: RunConfig) -> dict[str, list[str]]:
-    """Kind of optimizer state → the parameters that have it, in canonical order."""
+    """Map each kind of optimizer state to the parameters that have it, in canonical order."""
     found: dict[str, list[str]] = {}
     for name, rule in update_rules(config).items():
         for kind in rule.moments:

@@ -13,7 +13,7 @@ from lockstep.core.model.graph import Constant, Parameter
 
 
 def init_parameter(parameter: Parameter, seed: int) -> np.ndarray:
-    """One parameter's initial values, float32; normal ones from a Philox stream keyed by (seed, name)."""
+    """Return one parameter's initial values, float32; normal ones from a Philox stream keyed by (seed, name)."""
     if isinstance(parameter.initial, Constant):
         return np.full(parameter.shape, parameter.initial.value, np.float32)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.name}".encode()).digest()[:16], "little")
@@ -22,7 +22,7 @@ def init_parameter(parameter: Parameter, seed: int) -> np.ndarray:
 
 
 def init_parameters(model: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """All parameters by canonical name, float32."""
+    """Return all parameters by canonical name, float32."""
     parameters = graph_of(model).parameters
     # numpy draws without Python's lock, and each parameter has a stream of its own: the bits do not know of threads.
     with ThreadPoolExecutor() as pool:

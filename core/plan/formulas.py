@@ -73,7 +73,7 @@ def kernel_saved(z: Sizes, masked: bool) -> dict[str, float]:
 
 
 def norm(z: Sizes, one: Operation) -> Part:
-    """One RMSNorm of rows as long as its gain; its input is kept by what wrote it."""
+    """Return one RMSNorm of rows as long as its gain; its input is kept by what wrote it."""
     width, gains = math.prod(one.width), one.parameters["weight"].size
     D, gain = float(z.stream * z.tokens * width), float(z.stream * gains)
     row = float(z.stream * z.tokens * (width // gains))

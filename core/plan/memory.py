@@ -80,7 +80,7 @@ class Block:
 
 
 def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
-    """One block of which these parts are computed again. Its input is there before, its output after it."""
+    """Return one block of which these parts are computed again. Its input is there before, its output after it."""
     keep, D = config.recompute.keep_products, _residual(z)
     graph = _one_block(config)
     links = parts_of(z, graph, graph.block(), config.attention.document_mask, chosen)

@@ -108,7 +108,7 @@ def _together(plans: Iterable[Part]) -> Part:
 
 
 def by_kind(z: Sizes, graph: Graph, one: Operation, masked: bool, there: set[str]) -> Part:
-    """One operation by its kind: it keeps what its derivative needs (`Kind.saves`), and makes what it writes.
+    """Return one operation by its kind: it keeps what its derivative needs (`Kind.saves`), and makes what it writes.
 
     A kind with products keeps operands in the operand dtype, and a copy of its weight where that is another one; others
     keep tensors of the stream, which a fused program makes again. there: taps of the stream that are kept already; what

@@ -102,7 +102,7 @@ def sketches_alone(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tenso
 
 
 def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[], Any]:
-    """One compiled program that sketches every gradient of a step."""
+    """Return one compiled program that sketches every gradient of a step."""
     table = sign_table(max(p.numel() for p in session.parameters.values()), session.device)
     program = session.compiled(of_all)
     grads = {name: torch.randn_like(p) for name, p in session.parameters.items()}

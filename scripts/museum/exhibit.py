@@ -93,7 +93,7 @@ def read_exhibit(name: str, text: str) -> Exhibit:
 
 @cache
 def exhibits() -> dict[str, Exhibit]:
-    """All exhibits by name, in order."""
+    """Return all exhibits by name, in order."""
     folder = resources.files("lockstep.scripts.museum").joinpath("exhibits")
     found = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
     return {Path(one.name).stem: read_exhibit(Path(one.name).stem, one.read_text(encoding="utf-8")) for one in found}

@@ -46,7 +46,7 @@ class Told:
         return self.fixed["verdict"] == "agreed" and (self.caught if self.exhibit.caught else missed)
 
     def to_json(self) -> dict[str, Any]:
-        """One line of the record."""
+        """Return one line of the record."""
         e = self.exhibit
         return {
             "exhibit": e.name,

@@ -73,7 +73,7 @@ def _is_there(module: str) -> bool:
 
 
 def in_words(what: str, lacking: list[str]) -> str:
-    """One line, with the command that mends it."""
+    """Return one line, with the command that mends it."""
     return f"{what}: this Python lacks {', '.join(lacking)}: pip install {' '.join(lacking)}"
 
 

@@ -132,7 +132,7 @@ def optimizer_of(config: RunConfig, group: str) -> str:
 
 
 def recomputed_of(config: RunConfig, group: str) -> str:
-    """Which parts of a group's layers the backward pass computes again."""
+    """Name which parts of a group's layers the backward pass computes again."""
     parts = {"embedding": ("embedding",), "matrices": ("attention", "mlp", "block"), "gains": ("norms", "block")}
     found = [part for part in parts.get(group, ()) if part in config.recompute.chosen]
     return ", ".join(found) or "no"

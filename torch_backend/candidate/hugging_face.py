@@ -65,11 +65,11 @@ class HuggingFaceCandidate(ModuleCandidate):
         return layout_of_stored(stored_tensors(family, config.model), family.head, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
-        """Those of `taps`; embeddings that a module of transformers reads and scales at once."""
+        """Return those of `taps`; embeddings that a module of transformers reads and scales at once."""
         return {**taps_there(config.model, _family(config)), **self.taps}
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
-        """Those of `calls`; RoPE, and the look-up inside a scaled embedding."""
+        """Return those of `calls`; RoPE, and the look-up inside a scaled embedding."""
         return {**calls_there(config.model, architecture_of(_family(config))), **self.calls}
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ class Placed:
             yield name, np.ascontiguousarray(whole[rows])
 
     def to_theirs(self, ours: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Their tensor of ours, which `ours` gives by name."""
+        """Return their tensor of ours, which `ours` gives by name."""
         parts = {name: ours(name) for name in self.rows}
         first = next(iter(parts.values()))
         whole = np.empty((sum(map(len, self.rows.values())), *first.shape[1:]), first.dtype)
@@ -163,7 +163,7 @@ def _unknown(ours: Sequence[str], shapes: Mapping[str, Shape], model: ModelConfi
 def _placed(
     theirs: str, ours: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: ModelConfig
 ) -> Iterator[Placed]:
-    """Weight and bias of a module, or the parameter itself, where the name is one's."""
+    """Yield weight and bias of a module, or the parameter itself, where the name is one's."""
     if all(name in shapes for name in ours):
         yield Placed(theirs, _rows(ours, how, shapes, model), how.transposed and len(shapes[ours[0]]) > 1)
         return

@@ -56,7 +56,7 @@ class LitGptCandidate(ModuleCandidate):
         return whole
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
-        """Those of `calls`, and RoPE, which is called for queries and for keys."""
+        """Return those of `calls`, and RoPE, which is called for queries and for keys."""
         from litgpt.model import apply_rope
 
         return {**self.calls, apply_rope: ("attn.q_rope", "attn.k_rope")}

@@ -165,7 +165,7 @@ class PeerSession:
         self.own.set_random_state({n: a for (rank, _, n), a in found.items() if int(rank or 0) == self.peers.rank})
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """One optimizer step. Raises ValueError for a batch that ranks cannot share."""
+        """Make one optimizer step. Raises ValueError for a batch that ranks cannot share."""
         norms = norms and self._wanted
         record: StepRecord = self._step(batch, lambda: self.own.step(batch, norms=norms))
         return record

@@ -273,7 +273,7 @@ class Peers(Marks):
             time.sleep(0.05)
 
     def _late(self, call: int, asked: str) -> dict[tuple[int, ...], str]:
-        """Which rank keeps the others waiting: the one whose marks end first."""
+        """Find the rank that keeps the others waiting: the one whose marks end first."""
         waited = f"no answer within {self._patience.total_seconds():g} s to {asked}"
         marks = self.marks()
         last, first = min(marks.values(), key=_place), max(marks.values(), key=_place)

@@ -134,7 +134,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, gathered. Every rank calls it."""
+    """Gather all of it. Every rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -148,7 +148,7 @@ def as_part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> slice:
-    """Which rows of the whole this rank has."""
+    """Return the rows of the whole that this rank has."""
     count = tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return slice(0, count)

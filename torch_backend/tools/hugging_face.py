@@ -100,7 +100,7 @@ def their_arguments(model: ModelConfig, longest: int) -> dict[str, Any]:
 
 
 def their_weights(model: ModelConfig, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors of our parameters, by their names; a tied head has none of its own."""
+    """Return their tensors of our parameters, by their names; a tied head has none of its own."""
     arrays = {name: parameter.detach().cpu().numpy() for name, parameter in params.items()}
     stored = stored_tensors(HUB[model.family], model)
     return {one.theirs: torch.from_numpy(to_theirs(one, arrays.__getitem__)) for one in stored}

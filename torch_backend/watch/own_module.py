@@ -261,7 +261,7 @@ def as_it_trains(precision: Precision, model: nn.Module, casts: Casts) -> Iterat
 
 
 def _random_state() -> tuple[Any, ...]:
-    """Everything that a module may draw from, as values that compare."""
+    """Return everything that a module may draw from, as values that compare."""
     numpy: Mapping[str, Any] = np.random.get_state(legacy=False)
     return (
         torch.get_rng_state().numpy().tobytes(),

@@ -33,7 +33,7 @@ class Report:
         return all(one.ok for one in self.results)
 
     def __getitem__(self, name: str) -> Judged:
-        """One result by its name in the table."""
+        """Return one result by its name in the table."""
         return next(one for one in self.results if one.name == name)
 
     def __str__(self) -> str:

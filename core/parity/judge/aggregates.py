@@ -51,7 +51,7 @@ class Means:
         mean.logarithms.append(math.log(excess))
 
     def findings(self) -> Iterator[Finding]:
-        """One finding for each mean over enough checks, where clean runs give it a bound."""
+        """Yield one finding for each mean over enough checks, where clean runs give it a bound."""
         for kind, mean in self._means.items():
             checks = len(mean.logarithms)
             if checks < LEAST_CHECKS or mean.finding is None:
@@ -63,7 +63,7 @@ class Means:
                 yield replace(named, measures=(measure,))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Everything as arrays for one npz, from which `from_arrays` goes on."""
+        """Return everything as arrays for one npz, from which `from_arrays` goes on."""
         means = list(self._means.values())
         return {
             "mean_kinds": np.asarray(list(self._means), np.str_),

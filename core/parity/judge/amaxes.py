@@ -149,7 +149,7 @@ def _apart(tap: str, found: float, due: float, most: float, basis: str) -> Findi
 
 
 def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: bool) -> Iterator[Finding]:
-    """One cast of every layer. An amax is one number: the twin's error is the largest of all layers."""
+    """Compare one cast of every layer. An amax is one number: the twin's error is the largest of all layers."""
     at, high = CASTS.index(cast), _both_errors(cast, repeated)
     basis = "twice the twin's largest error of all layers, or bf16's roundoff"
     for name, found in seen.items():

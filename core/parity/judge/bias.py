@@ -241,7 +241,7 @@ class Bias:
         return tuple(found)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Everything as arrays for one npz; `from_arrays` gives the same sums, bit for bit."""
+        """Return everything as arrays for one npz; `from_arrays` gives the same sums, bit for bit."""
         sums = list(self._sums.values())
         curves = [self.curve(key) for key in self._sums]
         return {

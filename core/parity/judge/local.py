@@ -402,7 +402,7 @@ def _sent_back(
     noise: NoiseOf,
     sums: OfSums,
 ) -> Finding:
-    """One gradient that a stage sends back; one that never came is zero."""
+    """Compare one gradient that a stage sends back; one that never came is zero."""
     w, t = sides
     c = taps.get(GRADIENT + name)
     note = "" if c is not None else "no gradient came back"

@@ -64,7 +64,7 @@ class OverSteps:
             self._seen[key] = _Comparison(found, kind, size, systematic)
 
     def findings(self) -> Iterator[Finding]:
-        """One finding for every key that was added to since the last call and has enough checks behind it."""
+        """Yield one finding for every key that was added to since the last call and has enough checks behind it."""
         for found in self._findings():
             self.accused |= not found.ok
             yield found
@@ -80,7 +80,7 @@ class OverSteps:
         yield from self.means.findings()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Everything as arrays for one npz, from which `resumed` goes on."""
+        """Return everything as arrays for one npz, from which `resumed` goes on."""
         about = {"recipe": self.recipe, "last_step": self.last_step, "accused": self.accused}
         return self.bias.to_arrays() | self.means.to_arrays() | {name: np.asarray(x) for name, x in about.items()}
 

@@ -244,7 +244,7 @@ def _sum(
     reference: Reference,
     repeated: Repeated | None,
 ) -> Finding:
-    """One gradient against the sum of its parts.
+    """Compare one gradient with the sum of its parts.
 
     Allowed: a few ulp of the norm; √A of them for A additions, and √(n / K) for a sketch of n numbers, whose K sums
     have n / K terms each (Higham & Mary 2019, theorem 2.4, to the first order); more where parts cancel. Where parts

@@ -146,7 +146,7 @@ class Extremes:
 
     @classmethod
     def of(cls, d: Distances, size: int) -> Extremes:
-        """Those of one comparison of `size` numbers."""
+        """Return those of one comparison of `size` numbers."""
         gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
         width = scatter(size)
         return cls(abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width, 1, Sharp.of(d, size))

@@ -78,7 +78,7 @@ class Sharp:
 
     @classmethod
     def of(cls, d: Distances, size: int) -> Sharp | None:
-        """One comparison, or None of sketches."""
+        """Return one comparison, or None of sketches."""
         if (peaks := d.peaks) is None:
             return None
         return cls(

@@ -184,7 +184,7 @@ class Check:
         return max(self.findings, key=lambda f: f.worst.strain if f.measures else math.inf, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """One line of `parity.jsonl`."""
+        """Return one line of `parity.jsonl`."""
         return {
             "schema": SCHEMA,
             "step": self.step,

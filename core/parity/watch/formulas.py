@@ -23,7 +23,7 @@ def offer(loader: Loader) -> None:
 
 
 def formulas() -> Mapping[str, Formula]:
-    """All formulas on offer; none of a framework that cannot be imported."""
+    """Return all formulas on offer; none of a framework that cannot be imported."""
     found: dict[str, Formula] = {}
     for loader in _loaders:
         try:

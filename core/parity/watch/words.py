@@ -10,7 +10,7 @@ from lockstep.core.parity.watch.uncovered import WatchCheck
 
 
 def in_words(check: WatchCheck) -> str:
-    """One check in a line or two: the verdict, and either what came nearest to its bound or where it broke."""
+    """Return one check in a line or two: the verdict, and either what came nearest to its bound or where it broke."""
     if check.verdict == "could_not":
         return f"step {check.step}: nothing judged; {'; '.join(check.not_covered)}"
     left_out = "".join(f"; {text}" for text in check.not_judged)
