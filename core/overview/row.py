@@ -13,7 +13,7 @@ from lockstep.core.config.schema import flatten
 from lockstep.core.errors import UserError, printable
 from lockstep.core.files.atomic import leads_out
 from lockstep.core.files.lock import is_held
-from lockstep.core.overview.tail import Tail, is_number, read_tail
+from lockstep.core.overview.tail import Tail, is_whole, read_tail
 from lockstep.core.overview.verdicts import count_verdicts, overall
 from lockstep.core.run.history import before_left, branch_of, branches_begun, in_words, settings_at
 from lockstep.core.run.info import SETTINGS, STOPPED, read_info
@@ -133,7 +133,7 @@ def _told(row: Row, run: Path, info: Mapping[str, Any]) -> Row:
         state=state,
         why=why,
         created=str(info.get("created") or "")[:_LONGEST],
-        planned=planned if isinstance(planned, int) and is_number(planned) else None,
+        planned=planned if is_whole(planned) else None,
         settings={key: value for key, value in settings.items() if key not in _NOT_COMPARED},
         branch=branch_of(info),
         history=tuple([*map(in_words, begun), *back]),

@@ -84,11 +84,14 @@ class _End:
         return len(self.recent) == RECENT and self.validation is not None
 
 
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Return whether a value of a JSON file is a whole number that a float can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_STEP
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a JSON file is a number that a float can hold."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < _LARGEST_STEP
-    return isinstance(value, float)
+    return is_whole(value) or isinstance(value, float)
 
 
 def _end_of(descriptor: int, size: int, most: int) -> _End:
@@ -109,7 +112,7 @@ def _end_of(descriptor: int, size: int, most: int) -> _End:
             found.damaged += not torn
             continue
         step = record.get("step")
-        if not (isinstance(step, int) and is_number(step) and is_number(record.get("loss"))):
+        if not (is_whole(step) and is_number(record.get("loss"))):
             raise UserError("records.jsonl: a record has a whole number `step` and a number `loss`")
         if step in seen:  # a resumed run wrote it twice: the last counts
             continue

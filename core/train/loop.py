@@ -177,7 +177,7 @@ def _validation(data: RunData, step: int, spent: TimeAccounting) -> Validation |
     """Return the validation that is due after a step, or None."""
     if not due(data.config.eval.every, step, data.config.train.steps):
         return None
-    return Validation(data.validation, partial(stalls.part, "validation"), data.held_out)
+    return Validation(data.validation, partial(spent.part, "validation"), data.held_out)
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep.core
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures import calibrated_bounds
@@ -69,7 +70,7 @@ def test_data_is_made_anew_of_the_sources_that_are_there(tmp_path: Path, monkeyp
     for module in ("argparse", "ast", "copy", "csv", "glob"):
         shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py", sources)
     (sources / "made.pyc").write_bytes(b"\0")
-    monkeypatch.setattr(demo_run.lockstep.core, "__file__", str(sources / "__init__.py"))
+    monkeypatch.setattr(lockstep.core, "__file__", str(sources / "__init__.py"))
     folder = claimed(tmp_path / "demo")
     before = prepared(folder)
     (sources / "ast.py").write_text("of another version")

@@ -64,7 +64,8 @@ def test_it_is_valid(name: str) -> None:
 
 
 def change(path: str, value: Any) -> Callable[[Object], None]:
-    def planted(thing: Object) -> None:
+    def planted(changed: Object) -> None:
+        thing: Any = changed
         *places, last = [int(part) if part.isdigit() else part for part in path.split(".")]
         for place in places:
             thing = thing[place]

@@ -46,8 +46,9 @@ class StandIn(ModuleType):
     def __init__(self, lost: dict[Any, int] | None = None) -> None:
         super().__init__("ray")
         self.left = Counter(lost or {})
-        self.init_folder, self.init_arguments = Path(), {}
-        self.most_at_once, self.cancelled = 0, []
+        self.init_folder, self.most_at_once = Path(), 0
+        self.init_arguments: dict[str, Any] = {}
+        self.cancelled: list[Any] = []
         self.tasks: dict[int, tuple[Any, ...]] = {}
         self.begun: list[Any] = []
         self.cpus = 2.0
@@ -176,7 +177,8 @@ def test_a_catalog_is_the_same_whoever_reads(tmp_path: Path, monkeypatch: pytest
         (tmp_path / f"{number:02d}.jsonl").write_text("\n".join([*lines, '{"text": null}', ""]))
     listing = list_source(str(tmp_path))
     rules = RecordRules(duplicates="drop")
-    alone, seen = read_catalog(listing, "text", 0.2, lambda done: None, rules), []
+    alone = read_catalog(listing, "text", 0.2, lambda done: None, rules)
+    seen: list[Any] = []
     stand_in(monkeypatch)
     monkeypatch.setattr(catalog, "_PART_BYTES", 2 * listing.files[0].size)
     with RayTasks(3) as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -37,9 +39,7 @@ def test_a_gradient_that_is_too_long_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", operations.MODELS)
 def test_operations_of_a_clean_step_agree(name: str, trains: str) -> None:
     torch.manual_seed(1)
-    watcher = operations.watched(
-        operations.MODELS[name](), trains, operations.batches(2), True, operations.nullcontext(), "cuda"
-    )
+    watcher = operations.watched(operations.MODELS[name](), trains, operations.batches(2), True, nullcontext(), "cuda")
     assert watcher.verdict == "agreed", watcher
 
 

@@ -361,7 +361,7 @@ def named(row: Mapping[str, Any]) -> bool:
 def page(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Return the page of a device."""
     lines_of, argument = PAGES[device].with_suffix(".jsonl").name, "" if device == "cpu" else f" --device {device}"
-    machines = sorted({row.get("machine") for row in rows} - {None}) or [f"{_packages()}, {machine('cpu')}"]
+    machines = sorted({row["machine"] for row in rows if "machine" in row}) or [f"{_packages()}, {machine('cpu')}"]
     clean, faulty = [row for row in rows if not row["fault"]], [row for row in rows if row["fault"]]
     checks, accused = sum(row["checks"] for row in clean), sum(len(row["accused"]) for row in clean)
     lines = [

@@ -113,7 +113,11 @@ class RayTasks:
                 # are what the user waits for, as the processes of the other engine are.
                 os.environ.setdefault("RAY_worker_niceness", "0")
                 cpus = self._workers or os.cpu_count() or 1
-                more = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
+                more: dict[str, Any] = {
+                    "num_cpus": cpus,
+                    "include_dashboard": False,
+                    "object_store_memory": _LOCAL_STORE_BYTES,
+                }
             else:
                 more = {}
             try:
