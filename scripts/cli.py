@@ -141,7 +141,7 @@ def usage() -> str:
         "lockstep COMMAND --help lists its options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3 "
         "(--help-all lists them)"
     )
-    codes = "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (one line says why) · 130 stopped by Ctrl-C"
+    codes = "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (reason in one line) · 130 stopped by Ctrl-C"
     commands = [wrapped(text, width, f"  {name:<14}") for name, (_, text) in COMMANDS.items()]
     usage = ["usage: lockstep COMMAND …"]
     return "\n".join(

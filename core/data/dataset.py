@@ -211,7 +211,7 @@ class TokenDataset:
 
 
 def memory_to_hold() -> int:
-    """Return how many bytes of tokens may be held in memory when nobody says."""
+    """Return how many bytes of tokens may be held in memory where no limit is given."""
     return available_memory_bytes() // _MEMORY_SHARE
 
 

@@ -118,7 +118,7 @@ def _readable(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Broken:
-    """A broken record: its span, its place and the line that says what is wrong."""
+    """A broken record: its span, its place and the line that names the fault."""
 
     start: int
     stop: int

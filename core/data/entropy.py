@@ -55,7 +55,7 @@ class TokenCounts:
     def bigram_entropy(self) -> float:
         """H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over all neighbours.
 
-        This is the smallest mean loss of a model that looks at one token. As the counts are those of these very tokens,
+        This is the smallest mean loss of a model that sees one token. As the counts are those of these very tokens,
         rare pairs make it lower than a model that never saw them could reach.
 
         Raises:

@@ -70,7 +70,7 @@ class GrowingShards:
     """The training shards of a folder as they come: `Shards` and a `Split` at once."""
 
     def __init__(self, folder: Path, plan: Plan, opened: Callable[[ShardPlan], Tokens]) -> None:
-        """opened: waits for a shard, checks it, and maps its tokens."""
+        """Take `opened`, which waits for a shard, checks it, and maps its tokens."""
         self._folder, self._plan, self._opened = folder, plan, opened
         self._planned = [shard for shard in plan.shards if shard.split == "train"]
         self._parts: list[Tokens] = []
@@ -198,7 +198,7 @@ class PlannedDataset:
         return self._tokenizer.eot_id
 
     def split(self, name: str) -> TokenSplit | GrowingShards:
-        """The split "train" or "val". Raises UserError if there is no such split."""
+        """Return the split "train" or "val". Raises UserError if there is no such split."""
         if self._whole is not None:
             return self._whole.split(name)
         if name == "train" and isinstance(self.shards, GrowingShards):
@@ -206,7 +206,7 @@ class PlannedDataset:
         return self._val
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer of this data."""
+        """Return the tokenizer of this data."""
         return self._tokenizer
 
     def facts(self) -> dict[str, Any]:

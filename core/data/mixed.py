@@ -190,13 +190,13 @@ class TokenMixture:
         return self.sources[0].eot_id
 
     def split(self, name: str) -> JoinedSplit:
-        """The splits "train" or "val" of all sources, joined. Raises UserError if there is no such split."""
+        """Return the splits "train" or "val" of all sources, joined. Raises UserError if there is no such split."""
         if name not in self._splits:
             raise UserError(f"a mixture has no split {name!r}; there are train and val")
         return self._splits[name]
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer of all sources. Raises UserError if it cannot be read."""
+        """Return the tokenizer of all sources. Raises UserError if it cannot be read."""
         return self.sources[0].tokenizer()
 
     def facts(self) -> dict[str, Any]:

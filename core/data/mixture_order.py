@@ -215,7 +215,7 @@ class _Pattern:
         self.source.flags.writeable = self.number.flags.writeable = False
 
     def slots_of(self, source: int) -> NDArray[np.int32]:
-        """The slots of a source, in order."""
+        """Return the slots of a source, in order: int32, from 0 to PERIOD - 1."""
         return self._slots[self._first[source] : self._first[source + 1]]
 
     def before(self, source: int, slot: int) -> int:

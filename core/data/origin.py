@@ -12,10 +12,10 @@ from lockstep.core.data.shards import read_document_starts, read_header
 
 
 def document_ids(shards: Sequence[Path], starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """The number, from 0 and in the order of the split, of the document that each token of a window belongs to.
+    """Return the number of the document that each token of a window belongs to: int64 (B, length).
 
-    shards: of the split, in order. starts: int64 (B,), first token of each window in the split. Returns int64
-    (B, length). Raises UserError if a shard cannot be read, OSError if its table of documents cannot.
+    Numbers count from 0, in the order of the split. shards: of the split, in order. starts: int64 (B,), first token of
+    each window in the split. Raises UserError if a shard cannot be read, OSError if its table of documents cannot.
     """
     begins, tokens = [], 0
     for path in shards:

@@ -148,7 +148,7 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine
     identity = _identity(settings, given)
     plan = None if settings.force else plan_to_continue(folder, identity, listing)
     if plan is None:
-        # What hinders the workers shows now, and not after hours of reading.
+        # A worker that cannot read the source is found now, and not after hours of reading.
         list(engine.map(require_source, listing.files[:1], folder))
         remove_prepared(folder)
         plan = _start(settings, folder, identity, listing, given, report, engine)

@@ -52,7 +52,7 @@ class _Patience:
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
-# What tells one version of a file from another, by the libraries' names for it.
+# Entries in which two versions of a file differ, by the libraries' names for them.
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 

@@ -1,4 +1,4 @@
-"""What the makers of batches need of a split, and of a data set: one folder's, or a mixture of several."""
+"""The interface of a split and of a data set that makers of batches read: one folder's, or a mixture of several."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Dataset(Protocol):
         ...
 
     def split(self, name: str) -> Split:
-        """The split "train" or "val". Raises UserError if there is no such split."""
+        """Return the split "train" or "val". Raises UserError if there is no such split."""
         ...
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer of this data. Raises UserError if it cannot be read."""
+        """Return the tokenizer of this data. Raises UserError if it cannot be read."""
         ...
 
     def facts(self) -> dict[str, Any]:

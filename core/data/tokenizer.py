@@ -201,6 +201,6 @@ def _cut(chunks: Iterable[str], limit: int) -> Iterator[str]:
         while (match := _SAFE_CUT.search(held, searched)) is not None:
             yield held[: match.end()]
             held, searched = held[match.end() :], limit
-        # What may yet become a cut: a character and the end of a line, without the character after them.
+        # The last two characters may yet become a cut: one and the end of a line, without the character after them.
         searched = max(limit, len(held) - 2)
     yield held

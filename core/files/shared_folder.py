@@ -36,7 +36,7 @@ def sees(file: Path) -> bool:
     until = time.monotonic() + LATE_SECONDS
     while not (found := file.exists()) and time.monotonic() < until:
         with suppress(OSError):
-            # NFS asks its server anew for a folder that is opened, and not for a name in it.
+            # NFS fetches a folder anew from its server when it is opened, and not when a name in it is looked up.
             os.listdir(file.parent)
         time.sleep(0.1)
     return found

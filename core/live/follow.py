@@ -19,9 +19,9 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class News:
-    """What a file holds that was not told before.
+    """The part of a file that was not reported before.
 
-    anew: the file is another one than before, or was cut back: what was told of it does not count. lines: (number,
+    anew: the file is another one than before, or was cut back: what was reported of it does not count. lines: (number,
     object), None for a damaged line. more: whether there is more to read at once.
     """
 

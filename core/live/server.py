@@ -33,7 +33,7 @@ _PATIENCE = 10
 _BODY = (
     '<p id="live" class="live" role="status"><span id="live-state" class="state"></span> <span id="live-said">'
     "connecting</span></p>\n"
-    '<noscript><p class="notes">The script in this page asks for the run and draws it.</p></noscript>\n'
+    '<noscript><p class="notes">The script in this page fetches the run and draws it.</p></noscript>\n'
     '<div id="parts"></div>'
 )
 
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: what a request asks for is no text for the terminal."""
+        """Write nothing: the text of a request is not for the terminal."""
 
 
 def _refused(port: int, error: OSError) -> str:

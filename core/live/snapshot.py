@@ -30,7 +30,7 @@ GONE = "the run's folder is gone; waiting for it to come back"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the page shows. number: rises with every change. checks: rises with every change of the checks.
+    """The content of the page. number: rises with every change. checks: rises with every change of the checks.
 
     problem: why nothing, or nothing new, is shown. parts, data: as `Contents` of core/report/build.py. state, why: as
     core/overview/row.py has them. written: when the last record was, in seconds since 1970.
@@ -210,7 +210,7 @@ def _info(run: Path) -> Mapping[str, Any]:
 
 
 def _status(run: Path) -> tuple[object, ...]:
-    """What changes when run.json or the sums over checks are written, or the process that trains comes or goes."""
+    """Return a value that changes as run.json or the sums over checks are written, or training begins or ends."""
     times = tuple(_time(run / name) for name in (INFO, CONFIG, "observations/bias.npz"))
     return (*times, is_held(run))
 

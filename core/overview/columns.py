@@ -1,4 +1,4 @@
-"""What a row is sorted and filtered by: its figures under short names, and its settings."""
+"""The values that rows are sorted and filtered by: figures under short names, and settings."""
 
 from __future__ import annotations
 

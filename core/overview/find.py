@@ -16,7 +16,7 @@ _LONGEST_NUMBER = 18  # digits: longer ones are compared as text
 
 @dataclass
 class Found:
-    """What lies below a folder. runs: relative paths, in natural order; `.` is the folder itself.
+    """The runs below a folder. runs: relative paths, in natural order; `.` is the folder itself.
 
     links: symbolic links to folders, which are not followed. unread: folders that this user may not read.
     """
@@ -29,8 +29,8 @@ class Found:
 def find_runs(folder: Path) -> Found:
     """Return the run directories in `folder` and below it.
 
-    A folder is a run's if it holds run.json, or records.jsonl beside config.toml. What lies in a run is not looked
-    through, nor is a folder whose name begins with a dot: there are runs that are being made. Symbolic links below
+    A folder is a run's if it holds run.json, or records.jsonl beside config.toml. Folders in a run are not searched,
+    nor is a folder whose name begins with a dot: runs that are being made lie there. Symbolic links below
     `folder` are not followed, so that the search ends and stays below it.
     """
     found = Found()

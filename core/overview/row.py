@@ -25,7 +25,7 @@ STATES = (RUNNING, ENDED, STOPPED_EARLY, FAILED, KILLED, NOT_BEGUN, LEFT, UNKNOW
 _ENDINGS = {"interrupted": STOPPED_EARLY, "alarmed": STOPPED_EARLY, "failed": FAILED}
 # Characters of a run's own words that are kept.
 _LONGEST = 300
-# What two runs may differ in without being different.
+# Settings in which two runs may differ without being different.
 _NOT_COMPARED = ("name",)
 
 
@@ -117,7 +117,7 @@ def rows_of_branches(folder: Path, row: Row) -> list[Row]:
 
 
 def _told(row: Row, run: Path, info: Mapping[str, Any]) -> Row:
-    """The row with what run.json tells; without one, what its files show."""
+    """Return the row with the facts of run.json; without one, with those of the other files."""
     state, why = state_of(row.tail.step is not None, is_held(run), info)
     settings = _in_force(info) if info else row.settings
     planned = settings.get("train.steps")
@@ -168,13 +168,13 @@ def state_of(begun: bool, held: bool | None, info: Mapping[str, Any]) -> tuple[s
 
 
 def _in_force(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in force now: those that the run was made with, and what resumes have changed since."""
+    """Return the settings in force now: those that the run was made with, and what resumes have changed since."""
     made = dict(info[SETTINGS])
     return made | {key: _as(made.get(key), text) for key, text in settings_at(info).items()}
 
 
 def _as(value: Any, text: Any) -> Any:
-    """A setting that a resume changed, which is text, as the kind of value that it was."""
+    """Return a setting that a resume changed, which is text, as the kind of value that it was."""
     if isinstance(value, bool) and text in ("true", "false"):
         return text == "true"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -187,7 +187,7 @@ def _as(value: Any, text: Any) -> Any:
 
 
 def _settings_of_file(run: Path, info: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in config.toml where run.json is lost; none if that does not read either."""
+    """Return the settings in config.toml where run.json is lost; none if that cannot be read either."""
     if info or leads_out(run / CONFIG, run):
         return {}
     try:
@@ -197,5 +197,5 @@ def _settings_of_file(run: Path, info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _within(run: Path, error: UserError) -> str:
-    """What an error says, with names of files as they stand in the run."""
+    """Return the words of an error, with names of files as they stand in the run."""
     return str(error).replace(f"{run}/", "")

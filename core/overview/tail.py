@@ -71,7 +71,7 @@ def read_tail(path: Path) -> Tail:
 
 @dataclass
 class _End:
-    """What is looked for from the end backwards. recent: records that were not left out, the last one first."""
+    """The values that are read from the end backwards. recent: records that were not left out, the last one first."""
 
     step: int | None = None
     recent: list[dict[str, Any]] = field(default_factory=list)
@@ -127,10 +127,10 @@ def _end_of(descriptor: int, size: int, most: int) -> _End:
 
 
 def _worst(losses: list[float]) -> float | None:
-    """A mean with a loss in it that is not finite: NaN before an infinity."""
+    """Return the mean if one of the losses is not finite, NaN before an infinity; None if there is none."""
     return math.nan if any(map(math.isnan, losses)) else math.inf if losses else None
 
 
 def _median(values: list[float]) -> float | None:
-    """The middle value, the lower one of two."""
+    """Return the middle value, the lower one of two; None if there is none."""
     return sorted(values)[(len(values) - 1) // 2] if values else None

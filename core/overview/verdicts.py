@@ -49,7 +49,7 @@ def _verdict(raw: bytes) -> str:
 
 
 def _verdict_of_object(raw: bytes) -> str:
-    """The verdict of a line whose keys stand in another order than `Check.to_json` writes them."""
+    """Return the verdict of a line whose keys stand in another order than `Check.to_json` writes them."""
     value = value_of(raw) or {}
     verdict, stages = value.get("verdict"), value.get("stages", [])
     if value.get("schema", 2) not in (1, 2) or verdict not in VERDICTS or not isinstance(stages, list):

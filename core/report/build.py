@@ -55,7 +55,7 @@ class Contents:
 def contents(run: Run, checks: Checks, notes: list[str], warn: Callable[[str], None] = lambda note: None) -> Contents:
     """Return what the report on a run and its checks holds.
 
-    notes: on the files of the checks; more is added to them. `warn` is told what is damaged.
+    notes: on the files of the checks; more is added to them. `warn` is called with a line for each damage.
     """
     heat = encode(checks)
     curves = bias_curves(run.path / "observations" / "bias.npz", checks, notes)

@@ -53,7 +53,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 def run_of(run_dir: Path, by_step: Mapping[int, Mapping[str, Any]], notes: list[str]) -> Run:
-    """Return the run of these records, with what run.json and config.toml tell; `notes` is told of what is damaged."""
+    """Return the run of these records, with run.json and config.toml; a line for each damage is added to `notes`."""
     config_text = _text(run_dir / "config.toml", notes)
     return Run(
         path=run_dir,

@@ -158,5 +158,5 @@ def _require_memory(config: RunConfig) -> None:
 
 
 def _end_of_text(config: RunConfig, dataset: Dataset) -> int | None:
-    """Its id where attention asks for documents: no other batch carries them, and digests stay what they were."""
+    """Return its id where attention needs documents: no other batch carries them, and digests stay what they were."""
     return dataset.eot_id if config.attention.needs_documents else None

@@ -188,7 +188,7 @@ class RunDir:
     def note_stop(self, how: str, said: str) -> None:
         """Write down how training ended before all steps were done (`ENDINGS`), for whoever lists runs.
 
-        A disk that refuses is no further error: then the run looks like one that was killed.
+        A disk that refuses is no further error: then the run stands as one that was killed.
         """
         with contextlib.suppress(UserError):
             self.update_info(**{STOPPED: {"how": how, "said": said, "time": _now()}})

@@ -29,7 +29,7 @@ from lockstep.core.sweep.sweep import Trial, ranking
 
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c8", "c7")
 BEST = "stroke:var(--c1);stroke-width:2.6"
-# Of states, in the order in which they are drawn.
+# Lines of each state, in the order in which they are drawn.
 STROKES = {
     FAILED: "stroke:var(--skip);stroke-width:1.2;stroke-dasharray:2 3",
     PRUNED: "stroke:var(--c5);stroke-width:1.2;stroke-dasharray:5 3",
@@ -55,7 +55,7 @@ def curves(trials: Sequence[Trial]) -> str:
     if not there:
         return ""
     losses = [loss for trial in there for _, loss in trial.outcome.curve if math.isfinite(loss)]
-    # What diverges must not flatten the rest: nothing is shown above the highest first loss.
+    # A trial that diverges must not flatten the others: nothing is shown above the highest first loss.
     first = max((trial.outcome.curve[0][1] for trial in there if math.isfinite(trial.outcome.curve[0][1])), default=1)
     x = axis([step for trial in there for step, _ in trial.outcome.curve], *_X, room=0.02)
     y = axis([min(loss, first) for loss in losses], *_Y)

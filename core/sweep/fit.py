@@ -12,7 +12,7 @@ all x at which the slope b + 2cx does not differ from 0,
     (b + 2cx)² ≤ t² · (V_bb + 4x·V_bc + 4x²·V_cc)
 
 with V the covariance of the estimates and t Student's quantile. It is bounded only if the curvature itself differs from
-0, and says so otherwise.
+0; otherwise it is shown as one without bounds.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _fit(
     rate = math.exp(at + middle)
     lowest, highest = min(rates), max(rates)
     beyond = "low" if rate < lowest else "high" if rate > highest else ""
-    # Far outside of what was tried a parabola says where to look, and no rate.
+    # Far outside of what was tried a parabola gives the side on which to search, and no rate.
     known = lowest / FACTOR <= rate <= highest * FACTOR
     constant = float(np.mean(losses - b * x - c * x**2))
     return Optimum(

@@ -1,6 +1,6 @@
 """The sweep's study as Optuna keeps it: a journal of JSON lines in the folder, which Optuna's dashboard opens as well.
 
-What the journal holds is data: points are checked against the space, and what came of a trial is read from its run.
+The journal is data: points are checked against the space, and what came of a trial is read from its run.
 """
 
 from __future__ import annotations

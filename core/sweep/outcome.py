@@ -1,4 +1,4 @@
-"""What came of a trial, read from its run directory alone: killed, resumed or made elsewhere, it is the same."""
+"""The outcome of a trial, read from its run directory alone: killed, resumed or made elsewhere, it is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CURVE = 240
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial's run directory shows.
+    """The outcome of a trial, as its run directory shows it.
 
     value: the objective, None if there is none: the last validation loss, or, in a run without, the mean training loss
     of its last tenth. step: the last one that counts. why: of a trial that was pruned, failed or marked. reports: step

@@ -49,7 +49,7 @@ def build_page(sweep: Sweep) -> str:
             f'<header class="head"><p class="eyebrow">Lockstep sweep</p><h1>{esc(name)}</h1></header>',
             _verdict(sweep),
             _facts(sweep),
-            _section("charts", "What the trials show", "Point at a mark or a line to read it.", _charts(sweep, optima)),
+            _section("charts", "The trials in charts", "Point at a mark or a line to read it.", _charts(sweep, optima)),
             _widths(sweep, optima),
             _table(sweep),
             _given_up(sweep),

@@ -1,4 +1,4 @@
-"""What decides a sweep's results, as its folder keeps it: a folder goes on with the same sweep, and refuses another."""
+"""The plan that decides a sweep's results, in its folder, which goes on with the same sweep, and refuses another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a trial is given up, and at which step: a function of its own reports and of earlier rounds alone.
+"""Decide if a trial is given up, and at which step, from its own reports and from earlier rounds alone.
 
 Optuna's pruners decide. Each decision is made in a study in memory that holds the trials of earlier rounds as they
 ended, and this one as far as it has come. So a trial is never held against one that trains beside it, and the decision
@@ -23,7 +23,7 @@ NONE, MEDIAN, HYPERBAND = "none", "median", "hyperband"
 PRUNERS = (NONE, MEDIAN, HYPERBAND)
 # The median needs so many finished trials, and leaves this share of the steps alone, beside the warm-up.
 STARTUP, LEFT_ALONE = 4, 0.2
-# Of Hyperband: one of so many goes on from each rung.
+# Hyperband lets one of so many go on from each rung.
 REDUCTION = 3
 
 

@@ -79,7 +79,7 @@ class OnRay:
                 working.join(POLL_SECONDS)
                 tick()
         except BaseException:
-            # What Ray has started ends with it; the trials go on from their checkpoints another time.
+            # Ray ends the processes that it has started; the trials go on from their checkpoints another time.
             ray.shutdown()
             raise
         finally:
@@ -106,7 +106,7 @@ class OnRay:
         for name, asked in (("GPU", self.gpus), ("CPU", self.cpus)):
             if asked > found.get(name, 0):
                 raise UserError(
-                    f"a trial asks for {asked} {name}s, and the Ray cluster has {found.get(name, 0):g} in all: no "
+                    f"a trial needs {asked} {name}s, and the Ray cluster has {found.get(name, 0):g} in all: no "
                     "trial would ever begin"
                 )
 

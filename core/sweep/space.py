@@ -87,8 +87,8 @@ def number(text: str) -> float | None:
 def read_space(texts: Sequence[str]) -> tuple[Varied, ...]:
     """Read every `--vary KEY=LOW:HIGH[:log]` and `--vary KEY=VALUE,VALUE…`.
 
-    Raises UserError with a line for each that is not understood, is given twice, or asks for values that no setting
-    of this kind has.
+    Raises UserError with a line for each that is not understood, is given twice, or holds values that no setting of
+    this kind has.
     """
     if not texts:
         raise UserError(f"{COMMAND_LINE}: the search space is empty: say what to vary, as in {EXAMPLE}")
@@ -127,7 +127,7 @@ def _read(text: str) -> Varied:
 
 
 class _Wrong(ValueError):
-    """What is wrong with the values of a setting, in words."""
+    """A fault in the values of a setting, in words."""
 
 
 def _range(key: str, text: str, low: str, high: str, scale: str | None) -> Varied:

@@ -89,7 +89,7 @@ class Records:
                 value = json.loads(line)
                 self.lines[int(value["step"])] = value
             except (ValueError, TypeError, KeyError, RecursionError):
-                continue  # `read_outcome` judges damaged lines; this one only looks whether to stop early
+                continue  # `read_outcome` judges damaged lines; this one only decides on an early stop
         return bool(whole)
 
 
@@ -192,7 +192,7 @@ def _ending(code: int) -> str:
 
 
 def _reason(log: Path) -> str:
-    """Return the last line of a log in which `lockstep` says why it ended."""
+    """Return the last line of a log that `lockstep` wrote: the reason why it ended."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL))

@@ -11,7 +11,7 @@ not extended beyond the window: a loss falls ever more slowly and would stand ab
 full nothing is a spike.
 
     spikes/step_000123/
-      batch.npz    tokens, targets int32 (B, S); weights float32 (B, S); documents int32 (B, S) where attention asks for
+      batch.npz    tokens, targets int32 (B, S); weights float32 (B, S); documents int32 (B, S) where attention needs
                    them; document_ids int64 (B, S): which document of the training split each input is of; of a mixture
                    source_ids int64 (B,): the number of each sequence's data set in data.mixture, from 0
       about.json   step, loss, what was expected, the record, the batch's digest, the checkpoint before, how to replay
@@ -45,7 +45,7 @@ from lockstep.core.run.layout import SPIKES
 from lockstep.core.sinks.sink import Sink
 from lockstep.core.train.metrics import SPIKE
 
-# What batch.npz holds besides a batch.
+# The arrays of batch.npz besides a batch.
 ORIGIN = ("document_ids", "source_ids")
 BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64

@@ -87,7 +87,7 @@ def test_a_folder_of_somebody_elses_is_refused_and_left_as_it_is(refused, here: 
     assert [(here / "there" / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-# What it runs
+# Its run
 
 
 def test_the_run_file_is_eager_small_and_has_bounds(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_file_or_a_pipe_gets_whole_cells_and_whole_lines(monkeypatch: pytest.M
 @pytest.mark.parametrize("verbose", [True, False])
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_terminal_breaks_lines_between_words(width: int, verbose: bool) -> None:
-    """What a pipe gets in one line stands here in several, word for word."""
+    """A line in a pipe stands here in several, word for word."""
     lines = shown(open_console(width), verbose)
     assert [line for line in lines if len(line) > width] == []
     whole = next(line for line in shown(open_console(10_000), verbose) if line.startswith("first bad step 7"))

@@ -1,4 +1,4 @@
-"""The study of preparation: its text has no copies, its page says what was measured, and what was not equal."""
+"""The study of preparation: its text has no copies, its page shows what was measured, and what was not equal."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli
 
 EXAMPLES = REPO / "docs/examples/cluster"
-# What the examples leave to the machine that they run on.
+# Values that the examples leave to the machine that they run on.
 VALUES = {
     "ranks": "16",
     "SOURCE": "hf://datasets/a/b",

@@ -53,7 +53,7 @@ def shown(total: int, play, terminal: bool = False, done: int = 0, width: int = 
 
 
 def step_lines(text: str) -> list[str]:
-    """The lines of steps, without the table at the end."""
+    """Return the lines of steps, without the table at the end."""
     return [line for line in text.splitlines() if line.startswith("step ")]
 
 
@@ -184,7 +184,7 @@ def test_closing_twice_and_closing_without_a_record():
 
 
 def measured(step: int, steps: int) -> StepRecord:
-    """A record with everything that a line may hold, at the end of a long run."""
+    """Return a record with everything that a line may hold, at the end of a long run."""
     metrics = {"val/loss": 3.25, "fp32/loss": 3.0, "attention_logit/max": 9.0} | LOGITS | SEEN
     return record(steps - 3 + step, mfu={"6N": 0.376, "causal": 0.396}, metrics=metrics, host=HOST)
 

@@ -41,7 +41,7 @@ def order_of(weights, seed: int = 0) -> MixtureOrder:
 
 
 def furthest(order: MixtureOrder, period: int) -> Fraction:
-    """The largest |samples - share · PERIOD| of any source, over all windows that begin in a period."""
+    """Return the largest |samples - share · PERIOD| of any source, over all windows that begin in a period."""
     here, _ = order.places(period * PERIOD, PERIOD)
     there, _ = order.places((period + 1) * PERIOD, PERIOD)
     differ, found = np.flatnonzero(here != there), Fraction(0)
@@ -132,7 +132,7 @@ def test_each_row_of_a_batch_sees_each_source(batch):
     sources = order.places(123 * batch, 400 * batch)[0].reshape(400, batch)
     for source, share in enumerate(order.shares):
         rows = (sources == source).mean(axis=0)
-        # Of 400 draws; six standard deviations.
+        # Six standard deviations of the mean of 400 draws.
         assert (np.abs(rows - float(share)) < 6 * np.sqrt(float(share * (1 - share)) / 400)).all()
         assert np.abs((sources == source).sum(axis=1) - float(share) * batch).max() <= 6
 

@@ -190,7 +190,7 @@ def test_the_tokens_of_a_document_are_its_own(prepared, texts, tmp_path):
 
 
 def tokens_of(folder):
-    """The tokens of each document of a folder, by its text."""
+    """Return the tokens of each document of a folder, by its text."""
     opened = TokenDataset.open(folder)
     tokenizer, found = opened.tokenizer(), {}
     for name in ("train", "val"):

@@ -48,7 +48,7 @@ def endpoint(monkeypatch):
 
 @pytest.fixture(scope="module")
 def server():
-    """A local S3 server."""
+    """Start a local S3 server, and yield its address."""
     from moto.server import ThreadedMotoServer
 
     running = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -60,7 +60,7 @@ def server():
 
 @pytest.fixture
 def bucket(server, endpoint):
-    """An empty bucket."""
+    """Make an empty bucket, `texts`, and yield its file system."""
     endpoint(server)
     system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
     system.mkdir("texts")

@@ -102,7 +102,7 @@ def test_the_first_screen_has_a_command_a_picture_and_what_is_not_measured() -> 
 
 @pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=lambda page: page.name)
 def test_a_page_of_the_guide_begins_with_a_command_or_code(page: Path) -> None:
-    """What a reader can type or read in a terminal stands before the first section."""
+    """A command, or what it prints, stands before the first section."""
     text = page.read_text(encoding="utf-8")
     beginning = text[: text.find("\n## ")] if "\n## " in text else text
     assert fences(beginning) or re.search(r"^ {4}\S", beginning, re.M)

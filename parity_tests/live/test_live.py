@@ -131,7 +131,7 @@ def test_a_long_file_is_taken_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     assert found == list(range(1, 51))
 
 
-# What the page is given
+# The data of the page
 
 
 def test_it_is_the_report(run: Path) -> None:

@@ -14,7 +14,7 @@ from lockstep.parity_tests.loop.runs import Folder
 
 @pytest.fixture(scope="module")
 def second(tokens: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of half the text, with the tokenizer of the first."""
+    """Prepare half the text with the tokenizer of the first data set."""
     place = tmp_path_factory.mktemp("second")
     (place / "text").mkdir()
     for file in sorted(text.glob("*.txt"))[::2]:

@@ -49,7 +49,7 @@ def line(step: int, loss: float, **more: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every state, beside what is no run."""
+    """Write runs of every state, beside files and folders that are no run."""
     root = tmp_path_factory.mktemp("all")
     ended = with_name(write_run(root / "ended", steps=60, every=30, model=SMALL), "ended")
     with_info(ended, finished=True, stopped=None)
@@ -227,7 +227,7 @@ def test_what_is_no_condition_is_refused(text: str, said: str, rows: list[Row]) 
         chosen(rows, [condition(text)])
 
 
-# What else may lie in a folder
+# Other files in a folder
 
 
 @pytest.fixture

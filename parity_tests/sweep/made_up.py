@@ -30,12 +30,12 @@ SPACE = ("optim.peak-lr=1e-4:1e-1:log", "optim.weight-decay=0,0.1")
 
 
 def plan(*space: str, trials: int = 0, sampler: str = "auto", config: RunConfig = CONFIG, **more: Any) -> Plan:
-    """A plan over a space."""
+    """Return a plan over a space."""
     return Plan(config, choose(read_space(space or SPACE), sampler, trials, 0), **more)
 
 
 def final_loss(config: RunConfig) -> float:
-    """The loss after the last step: a parabola in ln lr, with its minimum at BEST at any width."""
+    """Return the loss after the last step: a parabola in ln lr, with its minimum at BEST at any width."""
     return 4 + 0.1 * math.log(config.optim.peak_lr / BEST) ** 2 + 0.01 * config.optim.weight_decay
 
 
@@ -93,5 +93,5 @@ def made(folder: Path, of: Plan, engine: MadeUp, retry: bool = False) -> list[Tr
 
 
 def outcomes(trials: Sequence[Trial]) -> list[Any]:
-    """What must be the same whatever the engine."""
+    """Return the results that must be the same under every engine."""
     return [(t.name, dict(t.point), t.outcome.state, t.outcome.value, t.outcome.reports, t.outcome.why) for t in trials]

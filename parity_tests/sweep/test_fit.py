@@ -1,4 +1,4 @@
-"""The fitted optimum: found where it is known, its interval covers as often as it says, and edges are told of."""
+"""The fitted optimum: found where it is known, its interval covers as often as stated, and edges are named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(rates, noise=0.0, seed=0, best=BEST):
 
 
 def fit(of: Sequence[tuple[Point, float]], key: str, varied: Sequence[Varied]) -> Optimum:
-    """The optimum of trials that have one."""
+    """Return the optimum of trials that have one."""
     found = optimum(of, key, varied)
     assert found is not None
     return found

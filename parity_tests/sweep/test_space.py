@@ -1,4 +1,4 @@
-"""What a sweep varies: read from the command line, drawn from a seed alone, refused in one clear line."""
+"""The settings that a sweep varies: read from the command line, drawn from a seed alone, refused in one clear line."""
 
 from __future__ import annotations
 

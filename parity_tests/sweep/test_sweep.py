@@ -216,7 +216,7 @@ def test_what_came_of_a_trial_is_read_from_its_run_and_not_from_the_journal(tmp_
     assert outcomes(made(tmp_path / "sweep", of, MadeUp())) == whole
 
 
-# What is known before anything begins
+# Refusals before anything begins
 
 
 def test_a_rule_refuses_a_trial_before_any_begins(tmp_path: Path) -> None:

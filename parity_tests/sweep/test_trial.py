@@ -137,7 +137,7 @@ WAITS = "#!/bin/sh\ntrap 'exit 130' TERM\necho \"$OMP_NUM_THREADS $*\"\nwhile tr
 
 @pytest.fixture
 def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python that waits for SIGTERM."""
+    """Put a script that waits for SIGTERM in the place of Python."""
     (tmp_path / "python").write_text(WAITS)
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -207,5 +207,5 @@ def test_what_ray_reports_is_how_a_trial_ended() -> None:
 def test_a_cluster_without_room_is_refused() -> None:
     cluster = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
     ray_engine.OnRay(Path(), cpus=2)._require_room(cluster)
-    with pytest.raises(UserError, match="a trial asks for 1 GPUs, and the Ray cluster has 0 in all"):
+    with pytest.raises(UserError, match="a trial needs 1 GPUs, and the Ray cluster has 0 in all"):
         ray_engine.OnRay(Path(), gpus=1)._require_room(cluster)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     if options.workers < 0:
         raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
     if options.ray_address is not None and options.engine != "ray":
-        raise UserError("command line: --ray-address says where Ray runs: give --engine ray, too")
+        raise UserError("command line: --ray-address is for Ray alone: give --engine ray, too")
     config = load_config(options.config, given)
     data = config.data
     settings = PrepareSettings(

@@ -148,7 +148,7 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
 
 
 def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
-    """Raise UserError if the data is not there; where it is varied, each trial says so itself."""
+    """Raise UserError if the data is not there; where it is varied, each trial checks its own."""
     if not any(one.key.startswith("data.") for one in plan.sampling.varied):
         open_data(plan.config, file, given)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.scripts.docs.pages import PICTURES
 
-# Colours that can be told apart in both schemes and by readers who see fewer of them (Okabe and Ito 2008).
+# Colours that can be distinguished in both schemes and by readers who see fewer of them (Okabe and Ito 2008).
 INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a", "#c8400a", "#b87400"
 RECORDED = PICTURES / "verdict.txt"
 

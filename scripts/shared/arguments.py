@@ -156,7 +156,7 @@ def _without_value(argv: list[str], command: type) -> str | None:
 
 
 def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
-    """The command's dataclass with its options as text, and with a group of flags a section if it takes settings."""
+    """Return the command's dataclass with its options as text, and a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
     own = [_as_text(field, hints[field.name]) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
     sections: dict[str, list[Any]] = {}

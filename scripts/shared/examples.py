@@ -10,7 +10,7 @@ import re
 # can be typed.
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "data prepare": (
-        ("lockstep data prepare configs/quickstart.toml", "what a run file asks for"),
+        ("lockstep data prepare configs/quickstart.toml", "the data of a run file"),
         ("lockstep data prepare --data.source my/ --data.path mine", "your own texts"),
     ),
     "train": (
@@ -63,8 +63,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 def examples_of(name: str, command: type) -> tuple[tuple[str, str], ...]:
     """Return the examples of a command: a line to type, and what it does.
 
-    Of a command that is not in EXAMPLES, its docstring's first `lockstep …` in backquotes; else its name with what it
-    cannot do without.
+    A command that is not in EXAMPLES has its docstring's first `lockstep …` in backquotes; else its name with the
+    arguments that it requires.
     """
     if name in EXAMPLES:
         return EXAMPLES[name]

@@ -26,6 +26,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """The first line of what `error` says, with its kind unless it is written for the user."""
+    """Return the first line of the message of `error`, with its kind unless it is written for the user."""
     message = printable(next(iter(str(error).strip().splitlines()), ""))[:_LONGEST]
     return message if isinstance(error, UserError) else f"{type(error).__name__}{': ' if message else ''}{message}"

@@ -35,7 +35,7 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
 
 
 def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Sequence[str]) -> str:
-    """The command that prepares the first folder that a run file lacks under these settings.
+    """Return the command that prepares the first folder that a run file lacks under these settings.
 
     there: folders of its mixture that are prepared: a mixture has one tokenizer.
     """

@@ -87,7 +87,7 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A browser with a profile of its own, which is removed. Raises FileNotFoundError without chromedriver."""
+    """Open a browser with a profile of its own, which is removed. Raises FileNotFoundError without chromedriver."""
     with tempfile.TemporaryDirectory(prefix="lockstep-browser-") as profile:
         driver = subprocess.Popen(
             ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -100,8 +100,8 @@ def _documents(rows: list[dict[str, Any]]) -> list[str]:
         "## What grows with the number of documents",
         "",
         f"The catalogue is an array of a few numbers a document. 120 MB in {few['documents']:,} documents: "
-        f"{few['peak'] / MB:,.0f} MB at the peak; in {many['documents']:,}: {many['peak'] / MB:,.0f} MB. That is "
-        f"{each:.0f} bytes a document, while copies are looked for and shards are planned.",
+        f"{few['peak'] / MB:,.0f} MB at the peak; in {many['documents']:,}: {many['peak'] / MB:,.0f} MB. The peak "
+        f"grows by {each:.0f} bytes a document, while copies are looked for and shards are planned.",
     ]
 
 

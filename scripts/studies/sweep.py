@@ -204,8 +204,8 @@ def _fault(one: Mapping[str, Any]) -> list[str]:
     above = [trial for trial in rows if float(trial["settings"]["optim.peak_lr"]) > LIMIT]
     lines = [
         f"The trainer multiplies one gradient by 1.05 where the learning rate is above {LIMIT:g}, which Adam hides "
-        f"from the loss. Of the {len(above)} trials there and the {len(rows) - len(above)} others, {len(marked)} are "
-        f"marked. The lowest loss of all is {rows[0]['trial']}'s, {rows[0]['value']:.4f}, which is "
+        f"from the loss. {len(marked)} trials are marked; {len(above)} lie there, and {len(rows) - len(above)} "
+        f"elsewhere. The lowest loss of all is {rows[0]['trial']}'s, {rows[0]['value']:.4f}, which is "
         f"{rows[0]['state']}; the winner is {one['arms'][0]['best']}. The command ends with exit code {one['code']}.",
         "| trial | peak-lr | weight decay | loss | checks | |\n|---|--:|--:|--:|---|---|\n"
         + "\n".join(

@@ -27,7 +27,7 @@ from lockstep.core.run.info import read_info, write_info
 from lockstep.scripts.studies.browser import Browser, is_there, open_browser
 from lockstep.scripts.studies.repository import ROOT
 
-# What runs if it is taken for markup, as an element, an attribute, the end of the data, an address or a style.
+# Text that runs if it is taken for markup, as an element, an attribute, the end of the data, an address or a style.
 MARKUP = (
     '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=2">'
     "<svg onload=window.pwned=3>\"'><a href=javascript:window.pwned=4>x</a></title></style><style>*{display:none}"
@@ -55,7 +55,7 @@ SETTINGS = {
 STEP = "const m = document.getElementById('live-said').textContent.match(/step (\\d+)/); return m ? Number(m[1]) : 0"
 STATE = "return document.getElementById('live-state').textContent"
 SAID = "return document.getElementById('live-said').textContent"
-# What there is if markup was obeyed: an effect, an element that only markup makes, a load from elsewhere.
+# The traces of markup that was obeyed: an effect, an element that only markup makes, a load from elsewhere.
 OBEYED = (
     "return [window.pwned ?? null, document.querySelectorAll('img, iframe, #parts script, #parts style, a[href^=java]')"
     ".length, performance.getEntriesByType('resource').filter(r => !r.name.startsWith(location.origin)).length]"
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: Path | None) -> None:
-    """A run that trains, is killed, goes on, ends, and is set back; a server that ends and comes back."""
+    """Watch a run that trains, is killed, goes on, ends, and is set back, on a server that ends and comes back."""
     run = folder / "<img src=x onerror=window.pwned=5>" / "watched"
     words = ["configs/quickstart.toml", "--name", run.name, "--out", str(run.parent)]
     words += [word for pair in SETTINGS.items() for word in pair]
@@ -113,7 +113,7 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
             _tell(rows, "SIGKILL", f"{browser.run(STATE)}, {_step(browser)}")
         _tell(rows, "the server ended by Ctrl-C, exit code", "0")
         browser.wait(SAID, lambda text: "does not answer" in text)
-        _tell(rows, "the page without a server", "says that the server does not answer, and goes on asking")
+        _tell(rows, "the page without a server", "shows that the server does not answer, and goes on trying")
     with _watching(run, port), _lockstep("train", "--resume", str(run)) as training:
         browser.wait(STATE, lambda state: state == "running", 900)
         again = browser.wait(STEP, lambda step: step > 0)
@@ -135,7 +135,7 @@ def _trained(folder: Path, browser: Browser, rows: list[tuple[str, str]], page: 
 
 
 def _planted(folder: Path, browser: Browser, rows: list[tuple[str, str]]) -> None:
-    """A run whose files hold markup wherever they hold text, with right checksums."""
+    """Plant markup wherever the files of the run hold text, with right checksums, and watch the run."""
     run = folder / "<img src=x onerror=window.pwned=5>" / "watched"
     info = read_info(run / "run.json")
     texts = {"name": MARKUP, "git_commit": MARKUP, "backend": MARKUP, "wandb_id": MARKUP, "created": MARKUP}
@@ -195,7 +195,7 @@ def _step(browser: Browser) -> str:
 
 @contextmanager
 def _lockstep(*words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command of Lockstep's in a process of its own, which is killed if it has not ended."""
+    """Start a command of Lockstep's in a process of its own, which is killed if it has not ended."""
     environment = os.environ | {"PYTHONPATH": os.fspath(ROOT / "src")}
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
@@ -215,7 +215,7 @@ def _lockstep_once(*words: str) -> None:
 
 @contextmanager
 def _watching(run: Path, port: str = "0") -> Iterator[str]:
-    """The address of a server, which Ctrl-C ends. Raises TimeoutError if its exit code is not 0."""
+    """Start a server, yield its address, and end it by Ctrl-C. Raises TimeoutError if its exit code is not 0."""
     words = [sys.executable, "-m", "lockstep", "report", "--watch", str(run), "--port", port]
     environment = os.environ | {"PYTHONPATH": os.fspath(ROOT / "src")}
     server = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

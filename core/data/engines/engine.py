@@ -1,4 +1,4 @@
-"""What a preparation asks of an engine: to compute parts, in any order, each once or more often."""
+"""The interface of engines: a preparation has its parts computed, in any order, each once or more often."""
 
 from __future__ import annotations
 

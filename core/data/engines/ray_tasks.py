@@ -99,7 +99,7 @@ class RayTasks:
 
     def _connect(self) -> Any:
         if self._ray is None:
-            # Ray reports what it is used for to its makers, unless it is told not to before it starts.
+            # Ray reports what it is used for to its makers, unless this variable is set before it starts.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
                 import ray
