@@ -60,10 +60,10 @@ def final(trials: Sequence[Trial]) -> Table:
 
 
 def _table(title: str) -> Table:
-    from rich import box
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right")
     table.add_column("trial", no_wrap=True)
     table.add_column("settings", overflow="fold", max_width=_SETTINGS)

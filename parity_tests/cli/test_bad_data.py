@@ -121,6 +121,8 @@ def test_preparing_says_what_is_left_out(lockstep: Lockstep, run_file: Path, her
     for state in ("2 shards written, 0 kept", "was ready"):
         done = lockstep(*prepare)
         assert done.code == 0 and state in done.out
-        assert "left out" in done.out and "1 of 3 files: not UTF-8 text (b.txt)" in done.out
-        assert "1 document: empty (c.jsonl, at byte 0)" in done.out
-        assert "1 document: no text (null) (c.jsonl, at byte 34)" in done.out
+        # The cells of the table, each in one line.
+        said = " ".join(done.out.replace("│", " ").split())
+        assert "left out" in said and "1 of 3 files: not UTF-8 text (b.txt)" in said
+        assert "1 document: empty (c.jsonl, at byte 0)" in said
+        assert "1 document: no text (null) (c.jsonl, at byte 34)" in said

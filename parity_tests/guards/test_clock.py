@@ -16,8 +16,14 @@ from lockstep.parity_tests.repository import REPO
 
 Straight = Callable[[str], Folder]
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
-# Where the wall clock may be asked: what stands in run.json as a date.
-LABELS = {"core/run/directory.py", "scripts/shared/restart.py"}
+# Where the wall clock may be read: for a date in run.json, and for a file's age, which is shown and nothing else.
+LABELS = {
+    "core/run/directory.py",
+    "scripts/shared/restart.py",
+    "core/live/snapshot.py",
+    "core/overview/page.py",
+    "core/overview/table.py",
+}
 
 
 def test_a_clock_that_jumps_moves_no_number(

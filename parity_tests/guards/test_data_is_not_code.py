@@ -419,6 +419,7 @@ DOORS: dict[str, dict[str, str]] = {
         "subprocess.Popen": "this Python, with Lockstep",
         "subprocess.run": "chromedriver, for its version",
     },
+    "scripts/studies/prepare_ray.py": {"subprocess.Popen": "this Python", "subprocess.run": "this Python"},
     "scripts/studies/sweep.py": {"subprocess.Popen": "this Python", "subprocess.run": "this Python"},
     "scripts/studies/start.py": {"subprocess.Popen": "this Python", "subprocess.run": "git in a clone; this Python"},
 }

@@ -63,7 +63,10 @@ def test_a_console_prints_text(terminal: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_command_makes_another_console() -> None:
-    """But for rich's progress bar, every word on a terminal goes through `open_console`."""
+    """But for rich's progress bar, every word on a terminal goes through `open_console`.
+
+    The script that draws the pictures records lines of a file of this repository, and prints to no terminal.
+    """
     root = Path(cli.__file__).resolve().parents[1]
     another = re.compile(r"\bConsole\(|rich\.print|from rich import")
     assert another.search("console = Console(highlight=False)")
@@ -73,7 +76,7 @@ def test_no_command_makes_another_console() -> None:
         for path in (root / package).rglob("*.py")
         if another.search(path.read_text())
     }
-    assert made == set()
+    assert made == {"scripts/docs/pictures.py"}
 
 
 class Terminal(io.StringIO):

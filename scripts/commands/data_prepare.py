@@ -34,8 +34,7 @@ class Prepare:
     workers: int = 0
     """processes that encode; 0 = one a core, with --engine ray one a CPU of the cluster"""
     engine: Literal["local", "ray"] = "local"
-    """where text is encoded: processes of this machine, or Ray, on one machine or many that all see the source and
-    data.path by the same names (docs/guide/cluster.md)"""
+    """where text is encoded: processes of this machine, or Ray on one or many (docs/guide/cluster.md)"""
     ray_address: Annotated[
         str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: RAY_ADDRESS, else this machine)")
     ] = None

@@ -39,7 +39,7 @@ _ABSENT = "\0"
 # Prints the page of `--help` with every setting of a run file.
 HELP_ALL = "--help-all"
 # Settings that `--help` lists as well, where a command takes no more.
-FEW = 12
+FEW = 20
 # Characters that are shown of words that are not understood.
 _SHOWN = 120
 # Words that tyro takes for a flag and not for a value, wherever a value is due.
