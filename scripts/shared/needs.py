@@ -45,7 +45,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 _BENCH = ("numpy", "pydantic", "rich", "torch", "torchao", "tyro")
-_CHECKS = (*_BENCH, "flax", "jax", "optax", "safetensors", "tokenizers", "tomli_w")
+_CHECKS = (*_BENCH, "flax", "fsspec", "jax", "optax", "safetensors", "tokenizers", "tomli_w")
 # The packages of scripts/gpu_check.sh.
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": (*_CHECKS, "pytest"),
@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "watch": (*_CHECKS, "accelerate", "transformers"),
     "best_bf16": (*_BENCH, "tomli_w"),
     "best_fp8": (*_BENCH, "tomli_w"),
-    "curves": (*_BENCH, "tokenizers"),
+    "curves": (*_BENCH, "fsspec", "tokenizers"),
 }
 
 
