@@ -79,7 +79,8 @@ def test_batches_made_while_shards_come_are_those_of_the_finished_folder(texts, 
     preparing = Slowly(tmp_path / "data", texts, monkeypatch)
     while not (tmp_path / "data" / ".lock").exists():
         time.sleep(0.01)
-    threading.Timer(0.3, preparing.let, (20,)).start()
+    # Twenty are planned: five of validation come first, then more than the first window.
+    threading.Timer(0.3, preparing.let, (12,)).start()
     said: list[str] = []
     during = RunData.open(config(tmp_path / "data", window=window), said.append)
     assert during.dataset.facts()["train_tokens"] is None and not (tmp_path / "data" / INDEX_NAME).exists()
