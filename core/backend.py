@@ -173,6 +173,8 @@ class StepRecord:
     sample:           text written from a prompt, when due.
     left_out:         where the step was first not finite, in words, if it was left out (`train.on_not_finite`).
     norm_in_fp64:     the session declares that it accumulates `grad_norm` in FP64; a check holds it to that.
+    adam_in_fp32:     the session declares that AdamW's kernel takes β, λ and the rate in FP32, as torch's fused one
+                      does on CUDA; a check holds moments and update to that.
     """
 
     step: int
@@ -191,6 +193,7 @@ class StepRecord:
     sample: str | None = None
     left_out: str | None = None
     norm_in_fp64: bool = False
+    adam_in_fp32: bool = False
 
 
 @dataclass(frozen=True)

@@ -232,9 +232,13 @@ def _log_softmax(self: Array, dim: int, half_to_float: bool) -> Array:
 
 
 @operation
-def _softmax_backward_data(grad_output: Array, output: Array, dim: int, input_dtype: Any) -> Array:
-    """Return y·(g − Σ g·y)."""
-    return output * (grad_output - jnp.sum(grad_output * output, axis=dim, keepdims=True))
+def _softmax_backward_data(grad_output: Array, output: Array, dim: int, input_dtype: Any, operands: str = "") -> Array:
+    """Return y·(g − Σ g·y). operands: the dtype of the products g·y, which torch's CUDA kernel is given as a tensor.
+
+    Source: aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
+    """
+    product = _as_operand(grad_output * output, operands)
+    return product - output * jnp.sum(product, axis=dim, keepdims=True)
 
 
 @operation
@@ -494,6 +498,96 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
     dk = _in_blocks(ds.swapaxes(-1, -2), query, groups, rows, factor, operands)
     dv = _in_blocks(weights.swapaxes(-1, -2), grad_out, groups, rows, 1.0, operands)
     return dq, dk, dv
+
+
+def _flash(
+    query: Array, key: Array, value: Array, bias: Array | None, causal: bool, scale: float | None, dropout: float,
+    operands: str,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return what CUDA's attention kernels do, (B, H, S, E), and the log-sum-exp (B, H, S); as on the CPU."""
+    if causal and query.shape[2] != key.shape[2]:
+        raise NotImplementedError("a causal mask of queries and keys of other lengths")
+    out, lse = _scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, causal, attn_mask=bias, scale=scale, operands=operands
+    )
+    return out, lse
+
+
+def _flash_backward(
+    grad: Array, query: Array, key: Array, value: Array, bias: Array | None, out: Array, causal: bool,
+    scale: float | None, dropout: float, operands: str,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Return the gradients of q, k and v. operands: the dtype of P and dS in products, which are summed in FP32."""
+    if dropout:
+        raise NotImplementedError("dropout")
+    groups = _heads(query, key)
+    key, value = (jnp.repeat(x, groups, 1) for x in (key, value))
+    weights, _, factor = _weights(query, key, causal, bias, scale)
+    inner = grad @ value.swapaxes(-1, -2) - jnp.sum(grad * out, axis=-1, keepdims=True)
+    ds, weights = _as_operand(weights * inner, operands), _as_operand(weights, operands)
+    dq = factor * (ds @ key)
+    dk, dv = factor * (ds.swapaxes(-1, -2) @ query), weights.swapaxes(-1, -2) @ grad
+    dk, dv = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+@operation
+def _scaled_dot_product_flash_attention(
+    query: Array, key: Array, value: Array, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return softmax(q·kᵀ·scale)·v of (B, H, S, E), and the log-sum-exp of each row."""
+    return *_flash(query, key, value, None, is_causal, scale, dropout_p, operands), *[None] * 7
+
+
+@operation
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Array, query: Array, key: Array, value: Array, out: Array, logsumexp: Array, cum_seq_q: Any,
+    cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any, *,
+    scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    return _flash_backward(grad_out, query, key, value, None, out, is_causal, scale, dropout_p, operands)
+
+
+@operation
+def _scaled_dot_product_cudnn_attention(
+    query: Array, key: Array, value: Array, attn_bias: Array | None, compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return softmax(q·kᵀ·scale + bias)·v of (B, H, S, E), and the log-sum-exp of each row, (B, H, S, 1)."""
+    out, lse = _flash(query, key, value, attn_bias, is_causal, scale, dropout_p, operands)
+    return out, lse[..., None] if compute_log_sumexp else None, *[None] * 7
+
+
+@operation
+def _scaled_dot_product_cudnn_attention_backward(
+    grad_out: Array, query: Array, key: Array, value: Array, out: Array, logsumexp: Array, philox_seed: Any,
+    philox_offset: Any, attn_bias: Array | None, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, *, scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    return _flash_backward(grad_out, query, key, value, attn_bias, out, is_causal, scale, dropout_p, operands)
+
+
+@operation
+def _scaled_dot_product_efficient_attention(
+    query: Array, key: Array, value: Array, attn_bias: Array | None, compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return softmax(q·kᵀ·scale + bias)·v of (B, H, S, E); its log-sum-exp is padded with what nobody reads."""
+    out, _ = _flash(query, key, value, attn_bias, is_causal, scale, dropout_p, operands)
+    return out, None, None, None
+
+
+@operation
+def _scaled_dot_product_efficient_attention_backward(
+    grad_out_: Array, query: Array, key: Array, value: Array, attn_bias: Array | None, out: Array, logsumexp: Array,
+    philox_seed: Any, philox_offset: Any, dropout_p: float, grad_input_mask: Any, is_causal: bool = False, *,
+    scale: float | None = None, operands: str = "",
+) -> Result:  # fmt: skip
+    """Return the gradients of q, k and v; none of a bias, for which a mask has no use."""
+    return *_flash_backward(grad_out_, query, key, value, attn_bias, out, is_causal, scale, dropout_p, operands), None
 
 
 # Blocks of torch's kernel on the CPU (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp): of queries, by the least

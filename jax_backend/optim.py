@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from lockstep.core.components.optimizers import ADAMW
 from lockstep.core.config.schema import OptimConfig, RunConfig
 from lockstep.core.model.groups import group_settings, update_rules
 from lockstep.core.model.names import groups_of
@@ -41,11 +42,18 @@ A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
 
 
 def next_state(
-    config: RunConfig, params: Tree, moments: dict[str, Tree], grads: Tree, step: Array, lr: Array
+    config: RunConfig,
+    params: Tree,
+    moments: dict[str, Tree],
+    grads: Tree,
+    step: Array,
+    lr: Array,
+    adam_in_fp32: bool = False,
 ) -> tuple[Terms, dict[str, Tree]]:
     """Compute the terms of each new weight, to be added from left to right, and the new moments by kind.
 
-    `step` counts from 1. `lr` is the schedule's rate, a float64 scalar, as torch's Python float is.
+    `step` counts from 1. `lr` is the schedule's rate, a float64 scalar, as torch's Python float is. adam_in_fp32: as
+    `StepRecord` has it (core/backend.py).
     """
     optim = config.optim
     groups, rules = groups_of(config.model), update_rules(config)
@@ -55,7 +63,8 @@ def next_state(
         settings, rule = group_settings(config, groups[name]), rules[name]
         rate, decay = lr * settings.lr_factor, settings.weight_decay
         old = {kind: moments[kind][name] for kind in rule.moments}
-        terms[name], new = RULES[rule.name](optim, p, grads[name], old, step, rate, decay)
+        compute = _adamw_in_fp32 if adam_in_fp32 and rule is ADAMW else RULES[rule.name]
+        terms[name], new = compute(optim, p, grads[name], old, step, rate, decay)
         for kind, moment in new.items():
             after[kind][name] = moment
     return terms, after
@@ -66,6 +75,31 @@ def _adamw(
 ) -> tuple[tuple[Array, ...], Tree]:
     m, v = update_moments(optim, grad, old["exp_avg"], old["exp_avg_sq"])
     return adamw_terms(optim, p, m, v, step, lr, decay), {"exp_avg": m, "exp_avg_sq": v}
+
+
+def _adamw_in_fp32(
+    optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
+) -> tuple[tuple[Array, ...], Tree]:
+    """AdamW as torch's fused kernel on CUDA has it: FP32 hyperparameters, and a fused multiply-add is one rounding.
+
+    Each is a sum in FP64 that is then rounded. In FP64 there is nothing to round, but β stays what it is in FP32.
+    core/parity/watch/update_rules.py has the formulas and their source.
+    """
+    stream, double, single = p.dtype, jnp.float64, jnp.float32
+    beta1, beta2 = (jnp.asarray(beta, single).astype(double) for beta in (optim.beta1, optim.beta2))
+
+    def fused(x: Array) -> Array:
+        return x.astype(stream)
+
+    def corrected(beta: Array) -> Array:
+        return 1 - fused(beta ** step.astype(double))
+
+    rate, square = lr.astype(stream), jnp.square(grad)
+    m = fused(beta1 * old["exp_avg"] + fused(grad - beta1 * grad))
+    v = fused(beta2 * old["exp_avg_sq"] + fused(square - beta2 * square))
+    shrunk = fused(p - (rate * jnp.asarray(decay, stream)).astype(double) * p)
+    denominator = jnp.sqrt(v) / jnp.sqrt(corrected(beta2)) + jnp.asarray(optim.eps, stream)
+    return (shrunk, -(rate / corrected(beta1) * m / denominator)), {"exp_avg": m, "exp_avg_sq": v}
 
 
 def _torchao(

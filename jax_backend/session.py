@@ -76,6 +76,7 @@ class JaxSession:
         self._norm = jax.jit(global_norm)
         self._leaf_norms = jax.jit(partial(jax.tree.map, lambda x: jnp.linalg.norm(x.ravel())))
         self._move = self.shards.jit(self.move, (None, places_of_moments))
+        self._move_in_fp32 = self.shards.jit(partial(self.move, adam_in_fp32=True), (None, places_of_moments))
         self._observe = jax.jit(self.observed, static_argnums=6)
         functions = stage_functions(config, model, self.policy)
         # Stages that are one function share its compiled programs.
@@ -238,7 +239,8 @@ class JaxSession:
         """Execute one stage on the given inputs: the output is under `out`, or as in `update`.
 
         With `grad`, the gradient of the output, among the inputs there is also `grad/ROLE` for every floating input.
-        `update` takes `step` (steps done), `coefficient`, `lr`, and by prefix `params/`, `grads/` and each kind of
+        `update` takes `step` (steps done), `coefficient`, `lr`, `adam_in_fp32` where AdamW's kernel takes its
+        hyperparameters so, and by prefix `params/`, `grads/` and each kind of
         moment, `exp_avg/`, `exp_avg_sq/` or `momentum_buffer/`; it gives the new `params/` and moments. Any of the
         parameters may be among the inputs; instead of one whose update is not that of a matrix as a whole, a flat
         stretch of it. Raises NotSupported for a stage that it does not know.
@@ -341,20 +343,33 @@ class JaxSession:
         return grads if self.scale == 1 else {name: g / g.dtype.type(self.scale) for name, g in grads.items()}
 
     def update(
-        self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: int, lr: float
+        self,
+        params: Tree,
+        moments: dict[str, Tree],
+        grads: Tree,
+        coefficient: Array,
+        step: int,
+        lr: float,
+        adam_in_fp32: bool = False,
     ) -> tuple[Tree, dict[str, Tree]]:
         """Clip, then the optimizer: new weights and moments. `step` is the number of steps done before this one."""
-        terms, moments = self._move(
-            params, moments, grads, coefficient, jnp.asarray(step + 1), jnp.asarray(lr, jnp.float64)
-        )
+        move = self._move_in_fp32 if adam_in_fp32 else self._move
+        terms, moments = move(params, moments, grads, coefficient, jnp.asarray(step + 1), jnp.asarray(lr, jnp.float64))
         return self._sum(terms), moments
 
     def move(
-        self, params: Tree, moments: dict[str, Tree], grads: Tree, coefficient: Array, step: Array, lr: Array
+        self,
+        params: Tree,
+        moments: dict[str, Tree],
+        grads: Tree,
+        coefficient: Array,
+        step: Array,
+        lr: Array,
+        adam_in_fp32: bool = False,
     ) -> tuple[Terms, dict[str, Tree]]:
         """Compute everything of the update but the last additions."""
         clipped = jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads)
-        return next_state(self.config, params, moments, clipped, step, lr)
+        return next_state(self.config, params, moments, clipped, step, lr, adam_in_fp32)
 
     def observed(
         self,
@@ -417,7 +432,8 @@ class JaxSession:
         params, grads = under("params"), under("grads")
         moments = {kind: under(kind) for kind in moment_names(self.config)}
         coefficient = jnp.asarray(inputs["coefficient"])
-        new, after = self.update(params, moments, grads, coefficient, int(inputs["step"]), float(inputs["lr"]))
+        step, lr, in_fp32 = int(inputs["step"]), float(inputs["lr"]), bool(inputs.get("adam_in_fp32", False))
+        new, after = self.update(params, moments, grads, coefficient, step, lr, in_fp32)
         out = {f"params/{n}": np.asarray(p) for n, p in new.items()}
         return out | {f"{kind}/{n}": np.asarray(m) for kind, tree in after.items() for n, m in tree.items()}
 

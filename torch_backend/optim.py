@@ -1,12 +1,16 @@
 """AdamW, AdamW with 8-bit moments and Muon, with rate and decay by parameter group. Twin: jax_backend/optim.py.
 
 λ and lr are the group's own (core/model/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; the
-fused kernels do the same operations in one pass), each line one rounded FP32 operation a factor::
+CPU's fused kernel does the same operations in one pass), each line one rounded FP32 operation a factor::
 
     p ← p · (1 − lr·λ)
     m ← m + (1 − β₁)(g − m)
     v ← β₂·v + (1 − β₂)·g²
     p ← p − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
+
+On CUDA the fused kernel takes β, λ and lr in FP32, and a product and a sum are one operation (`fused_adam_in_fp32`)::
+
+    m ← β₁·m + (g − β₁·g)        v ← β₂·v + (g² − β₂·g²)        p ← p − (lr·λ)·p
 
 With 8-bit moments (torchao/optim/adam.py, `single_param_adam`) lr, λ and both powers of β are FP32 numbers, and m and v
 are rounded to 8 bits after the weight was moved by them as they were::
@@ -35,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -152,6 +157,29 @@ def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         groups, lr=optim.peak_lr, betas=betas, eps=optim.eps, weight_decay=0.0, foreach=not fused, fused=fused
     )
+
+
+@cache
+def fused_adam_in_fp32(device: torch.device) -> bool:
+    """Return whether torch's fused AdamW takes hyperparameters in FP32 on a device; one element tells.
+
+    Its CUDA kernel does (aten/src/ATen/native/cuda/fused_adam_utils.cuh), the CPU's takes FP64. 1 − 0.999 is 1.3e-5
+    smaller in FP32.
+    """
+    as_float: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    parameter, gradient, first, second = torch.tensor([[0.0], [1.0], [0.0], [0.0]], **as_float)
+    with torch.no_grad():
+        torch._fused_adamw_(
+            [parameter], [gradient], [first], [second], [], [torch.ones((), **as_float)], lr=0.0, beta1=0.9,
+            beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    return second.item() < 1e-3 * (1 - 5e-6)
+
+
+def takes_fp32(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a fused AdamW whose kernel takes its hyperparameters in FP32."""
+    first = next((p for group in optimizer.param_groups if group.get("fused") for p in group["params"]), None)
+    return first is not None and first.dtype != torch.float64 and fused_adam_in_fp32(first.device)
 
 
 def is_fused(optim: OptimConfig) -> bool:

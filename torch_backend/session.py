@@ -49,6 +49,7 @@ from lockstep.torch_backend.optim import (
     moment_of,
     put_moments,
     set_learning_rate,
+    takes_fp32,
     update_counts,
     write_moments,
 )
@@ -311,6 +312,7 @@ class TorchSession(Observes):
             digest=batch.digest(),
             tokens=batch.targets.size,
             norm_in_fp64=True,
+            adam_in_fp32=takes_fp32(self.optimizer),
         )
         finite = is_made(self.config, told_loss, told_norm)
         if not finite and not leaves_out(self.config):

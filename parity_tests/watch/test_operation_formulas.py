@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.jax_backend.operations import OPERATIONS
+from lockstep.torch_backend.watch.judge_operation import JudgeOperation
+from lockstep.torch_backend.watch.recompute import Call
 
 aten: Any = torch.ops.aten
 SIZES = [(1, 2, 3), (3, 13, 7)]
@@ -260,9 +264,72 @@ def test_attentions_twin_rounds_where_torchs_kernel_rounds(length: int) -> None:
                 assert errors[0] / errors[1] < 1.5
 
 
+# Kernels of attention on CUDA: arguments of forward and of backward behind q, k, v (and g), from bias, output and
+# log-sum-exp, in the order of their schemas (torch 2.11 to 2.13).
+Arguments = Callable[[Any, Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
+SEED = np.zeros((), np.int64)
+ON_CUDA: dict[str, Arguments] = {
+    "flash": lambda bias, out, lse: ((0.0, bias is None), (out, lse, None, None, 5, 5, 0.0, True, SEED, SEED)),
+    "cudnn": lambda bias, out, lse: (
+        (bias, True, 0.0, bias is None),
+        (out, lse, SEED, SEED, bias, None, None, 5, 5, 0.0, bias is None),
+    ),
+    "efficient": lambda bias, out, lse: (
+        (bias, True, 0.0, bias is None),
+        (bias, out, lse, SEED, SEED, 0.0, [True, True, True, False], bias is None),
+    ),
+}
+OPERATIONS_ON_CUDA = {f"_scaled_dot_product_{kind}_attention{way}" for kind in ON_CUDA for way in ("", "_backward")}
+
+
+# flash takes no mask
+@pytest.mark.parametrize(
+    "kind, masked", [pair for pair in itertools.product(ON_CUDA, (False, True)) if pair != ("flash", True)]
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_on_cuda(kind: str, groups: int, masked: bool) -> None:
+    q, g = normal(2, 4, 5, 3).requires_grad_(), normal(2, 4, 5, 3)
+    k, v = (normal(2, 4 // groups, 5, 3).requires_grad_() for _ in range(2))
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    bias = torch.where(torch.rand(2, 1, 5, 5) < 0.7, 0.3, -1e30).double() if masked else None
+    out = torch.nn.functional.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias, is_causal=not masked)
+    due = torch.autograd.grad(out, (q, k, v), g)
+    given, own = [x.detach().numpy() for x in (q, k, v)], None if bias is None else bias.numpy()
+    name = f"_scaled_dot_product_{kind}_attention"
+    found, lse, *rest = OPERATIONS[name](*given, *ON_CUDA[kind](own, None, None)[0])
+    assert np.abs(found - out.detach().numpy()).max() < 1e-14 and rest == [None] * len(rest)
+    backward = OPERATIONS[f"{name}_backward"](g.numpy(), *given, *ON_CUDA[kind](own, found, lse)[1])
+    for c, t in zip(backward, due, strict=False):
+        assert np.abs(c - t.numpy()).max() < 1e-13
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_softmaxs_backward_rounds_its_products_on_cuda(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA makes a bf16 tensor of g·y first (measured on an H200, to the bit); the CPU's kernel would be wrong so."""
+    torch.manual_seed(0)
+    # What all g of a row share leaves no trace in the result, and is rounded.
+    y, g = torch.softmax(2 * torch.randn(4096, 33), -1).bfloat16(), (3 + 0.3 * torch.randn(4096, 33)).bfloat16()
+    product = (g * y).double()
+    result = (product - y.double() * product.sum(-1, keepdim=True)).bfloat16()
+    monkeypatch.setattr(Call, "device", device)
+    call = Call("aten._softmax_backward_data", aten._softmax_backward_data.default, (g, y, -1, torch.bfloat16), {})
+    _, judged = JudgeOperation(OPERATIONS)(call, [result])
+    assert all(m.ok for measures, *_ in judged for m in measures) == (device == "cuda"), judged
+
+
+@pytest.mark.parametrize("kind", ON_CUDA)
+def test_the_schemas_are_those_that_the_formulas_take(kind: str) -> None:
+    """The order of arguments is torch's, by name; a keyword that a formula has beside them is `operands`."""
+    for way in ("", "_backward"):
+        operation = getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
+        theirs = [one.name for one in operation._schema.arguments]
+        ours = list(inspect.signature(OPERATIONS[operation._schema.name.removeprefix("aten::")]).parameters)
+        assert ours == [*theirs, "operands"], operation
+
+
 def test_every_formula_is_tested() -> None:
     tested = {case[0]._schema.name.removeprefix("aten::") for case in CASES} | {"_fused_rms_norm_backward"}
-    assert tested == OPERATIONS.keys()
+    assert tested | OPERATIONS_ON_CUDA == OPERATIONS.keys()
 
 
 def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

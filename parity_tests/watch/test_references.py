@@ -362,6 +362,47 @@ def test_a_twin_that_is_worse_than_the_candidate_is_called_that() -> None:
     assert not any("the twin is worse" in item for item in line(Both(), width=64).checks[0].not_covered)
 
 
+class OneOtherKernel:
+    """A twin with the candidate's bits in all gradients but one, where both err as much, or the candidate more."""
+
+    own = True
+    names = ("a", "b", "c", "d")
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.truth = {name: random.standard_normal((64, 64)) for name in self.names}
+        noise = [2.0**-9 * random.standard_normal((64, 64)) for _ in range(2)]
+        self.twin = {name: (t * (1 + noise[0])).astype(np.float32) for name, t in self.truth.items()}
+        self.other = noise[1]
+
+    def answers(self, params: Any, batch: Any, precision: Any, uncovered: Any) -> tuple[Answer, Answer]:
+        """Answer with the truth and the twin."""
+        return Answer(0.0, self.truth), Answer(0.0, self.twin)
+
+    def candidate(self, size: float, longer: float) -> dict[str, torch.Tensor]:
+        """Return the candidate's gradients; that of c has an error of its own, of a size in twin's errors."""
+        other = longer * self.truth["c"] * (1 + size * self.other)
+        return {n: torch.from_numpy(g.copy()) for n, g in {**self.twin, "c": other.astype(np.float32)}.items()}
+
+
+@pytest.mark.parametrize(
+    "size, longer, verdict",
+    [(1.0, 1.0, "agreed"), (0.1, 1.0, "agreed"), (1.5, 1.0, "disagreed"), (1.0, 1.001, "disagreed")],
+)
+def test_a_gradient_of_another_kernel_is_held_in_size_and_length(size: float, longer: float, verdict: str) -> None:
+    """Two honest errors of one size may point anywhere: the twin runs on the CPU, the candidate on a GPU."""
+    reference = OneOtherKernel()
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(64, 64)) for name in reference.names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, reference=reference, precision="bf16", on_alarm=lambda check: None)
+    for name, gradient in reference.candidate(size, longer).items():
+        model[name].grad = gradient
+    with watcher.step({}, 0.0):
+        optimizer.step()
+    assert watcher.verdict == verdict, watcher
+    assert [f.tap for f in watcher.checks[0].findings if not f.ok] == ([] if verdict == "agreed" else ["c"])
+
+
 def test_gradients_of_bf16_weights_are_rounded_in_the_twin() -> None:
     """The twin's bits are the candidate's, where nothing differs but that rounding."""
     torch.manual_seed(0)

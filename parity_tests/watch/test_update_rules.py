@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core.parity.watch.api import Watcher, watch
 from lockstep.core.parity.watch.library_rules import rule_of
+from lockstep.parity_tests.fused_on_cuda import fused_on_cuda
+from lockstep.parity_tests.watch.stepped import STEPS, Made, stepped
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 with quiet_import():
@@ -21,37 +22,6 @@ with quiet_import():
 
 bnb: Any = bitsandbytes.optim
 ao: Any = torchao.optim
-
-Made = Callable[[Any], torch.optim.Optimizer]
-STEPS = 4
-
-
-class Weights(nn.Module):
-    """Matrices whose moments go into 8-bit codes in whole blocks, in a short last block and not at all; a vector."""
-
-    def __init__(self, matrices_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        shapes = {"wide": (64, 96), "tall": (130, 33), "small": (24, 16)} | ({} if matrices_only else {"bias": (48,)})
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(0.1 * torch.randn(shape).to(dtype)))
-
-
-def stepped(make: Made, *, matrices_only: bool = False, dtype: torch.dtype = torch.float32, **settings: Any) -> Watcher:
-    """Step by drawn gradients, which are their own reference: the update alone can be wrong."""
-    torch.manual_seed(0)
-    model = Weights(matrices_only, dtype)
-    optimizer = make(list(model.parameters()))
-    watcher = watch(model, optimizer, reference=lambda _, batch: (0.0, dict(batch)), every=1, **settings)
-    for number in range(STEPS):
-        grads = {name: 0.01 * torch.randn_like(p) for name, p in model.named_parameters()}
-        for name, p in model.named_parameters():
-            p.grad = grads[name].clone()
-        if number == 2:  # a row that no token reached: zeros in the gradient and, elsewhere, all of a block
-            dict(model.named_parameters())["wide"].grad[:8] = grads["wide"][:8] = 0.0  # type: ignore[index]
-        batch = {name: (g.float() if dtype is torch.bfloat16 else g).numpy() for name, g in grads.items()}
-        with watcher.step(batch, 0.0), torch.compiler.set_stance("force_eager"):
-            optimizer.step()
-    return watcher
 
 
 def of(kind: Any, **settings: Any) -> Made:
@@ -92,6 +62,39 @@ def test_the_rule_is_the_librarys(name: str) -> None:
     assert watcher.headline == f"agreed in {STEPS} checks", watcher
     compared = [f for check in watcher.checks for f in check.findings if f.stage == "update" and f.unequal is not None]
     assert len(compared) == STEPS * (3 if "muon" in name else 4)
+
+
+ON_CUDA: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}, torch.float32),
+    "adam, maximize": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True}, torch.float32),
+    "adamw, amsgrad": (torch.optim.AdamW, {"amsgrad": True, "betas": (0.9, 0.95)}, torch.float32),
+    "adamw, bf16": (torch.optim.AdamW, {"weight_decay": 0.1}, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_the_fused_kernel_of_cuda_takes_fp32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V is then 1.3e-5 shorter than with β₂ in FP64, and the rule follows the kernel to the bit."""
+    kind, settings, dtype = ON_CUDA[name]
+    with fused_on_cuda(monkeypatch):
+        watcher = stepped(of(kind, lr=1e-3, fused=True, **settings), dtype=dtype)
+    assert "update" not in watcher.headline and "disagreed" not in watcher.headline, watcher
+    compared = [f for check in watcher.checks for f in check.findings if f.stage in ("update", "moments")]
+    assert max(f.unequal or 0.0 for f in compared) < 1e-3
+
+
+def test_a_fault_of_the_fused_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fused_on_cuda(monkeypatch, beta2_off=1e-6):
+        watcher = stepped(of(torch.optim.AdamW, fused=True), on_alarm=lambda check: None)
+    broken = [f for f in watcher.checks[0].findings if not f.ok]
+    assert broken[0].stage == "moments" and broken[0].tap.startswith("exp_avg_sq/")
+
+
+def test_hyperparameters_in_fp32_are_those_of_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes FP64 is accused under the rule of one that takes FP32, and the other way round."""
+    monkeypatch.setattr("lockstep.core.parity.watch.snapshot.adam_in_fp32", lambda parameter: True)
+    watcher = stepped(of(torch.optim.AdamW, fused=True), on_alarm=lambda check: None)
+    assert not all(f.ok for f in watcher.checks[0].findings if f.tap.startswith("exp_avg_sq/"))
 
 
 @contextmanager

@@ -309,12 +309,8 @@ def run(cell: Cell, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     logging.getLogger("lockstep.watch").setLevel(logging.ERROR)
     _forget()
-    name, family, precision, number, planted = cell
-    draw = Draw.of(number, precision)
-    model = model_of(family, draw)
-    if precision == "bf16":
-        model = model.to(torch.bfloat16)
-    model = model.to(device)
+    name, _, precision, number, planted = cell
+    model, draw = model_and_draw(cell, device)
     fault = plant(model, number) if planted else ""
     started = time.perf_counter()
     watcher = TRAINERS[name](model, precision, draw)
@@ -324,9 +320,12 @@ def run(cell: Cell, device: str) -> dict[str, Any]:
         for check in watcher.checks
         if check.verdict == "disagreed"
     ]
+    finite = not accused or planted or not not_finite(cell, device)
     return {
         "cell": list(cell),
         "fault": fault,
+        "not_finite": [] if finite else not_finite(cell, device),
+        "not_finite_without_cudnn": [] if finite else not_finite(cell, device, cudnn=False),
         "checks": len(whole),
         "left_out": sorted({line for check in watcher.checks for line in check.not_judged}),
         "comparisons": sum(len(check.findings) for check in whole),
@@ -335,6 +334,32 @@ def run(cell: Cell, device: str) -> dict[str, Any]:
         "draw": {key: value for key, value in vars(draw).items() if key != "number"},
         "seconds": round(time.perf_counter() - started, 1),
     } | ({} if device == "cpu" else {"machine": machine(device)})
+
+
+def model_and_draw(cell: Cell, device: str) -> tuple[nn.Module, Draw]:
+    """Make the model of a cell on a device, and draw its run."""
+    _, family, precision, number, _ = cell
+    draw = Draw.of(number, precision)
+    model = model_of(family, draw)
+    return (model.to(torch.bfloat16) if precision == "bf16" else model).to(device), draw
+
+
+def not_finite(cell: Cell, device: str, cudnn: bool = True) -> list[str]:
+    """Name the gradients of the first step that are not finite where nothing watches: an alarm over them is right.
+
+    cudnn: leave torch the choice of cuDNN's attention.
+    """
+    model, draw = model_and_draw(cell, device)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and before)
+    try:
+        for part in micro_batches(draw, torch.device(device))[: draw.parts]:
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=cell[2] == "autocast"):
+                loss = mean_loss(model, part)
+            loss.backward()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    return [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
 
 
 def _forget() -> None:
@@ -362,7 +387,9 @@ def page(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """Return the page of a device."""
     lines_of, argument = PAGES[device].with_suffix(".jsonl").name, "" if device == "cpu" else f" --device {device}"
     machines = sorted({row["machine"] for row in rows if "machine" in row}) or [f"{_packages()}, {machine('cpu')}"]
-    clean, faulty = [row for row in rows if not row["fault"]], [row for row in rows if row["fault"]]
+    right = [row for row in rows if row.get("not_finite")]
+    clean = [row for row in rows if not row["fault"] and row not in right]
+    faulty = [row for row in rows if row["fault"]]
     checks, accused = sum(row["checks"] for row in clean), sum(len(row["accused"]) for row in clean)
     lines = [
         "# False alarms of `watch`: clean trainers of others that were accused",
@@ -390,9 +417,22 @@ def page(rows: Sequence[Mapping[str, Any]], device: str) -> str:
             counts.append(f"{sum(len(r['accused']) for r in these)} of {sum(r['checks'] for r in these)}")
         near = max((row["nearest"] for row in own), default=0.0)
         lines.append(f"| {name} | {family} | {' | '.join(counts)} | {near:.2f} |")
-    if left := sorted({line for row in rows for line in row["left_out"]}):
+    if right:
+        lines += ["", *map(_of_right, right)]
+    if left := sorted({line for row in rows if row not in right for line in row["left_out"]}):
         lines += ["", "Not judged in some run:", "", *(f"* {line}" for line in left)]
     return "\n".join([*lines, ""])
+
+
+def _of_right(row: Mapping[str, Any]) -> str:
+    """Describe a run that was accused for gradients that are not finite, and is not counted above."""
+    name, family, precision, number, _ = row["cell"]
+    without = "they are not either" if row["not_finite_without_cudnn"] else "all are finite"
+    return (
+        f"Not counted, as the alarm is right: {name}, {family}, {precision}, run {number}. Without `watch`, "
+        f"{len(row['not_finite'])} gradients of its first step are not finite as well; with "
+        f"`torch.backends.cuda.enable_cudnn_sdp(False)` {without}."
+    )
 
 
 def machine(device: str) -> str:
@@ -463,7 +503,7 @@ def main() -> int:
                     break
         writer.close()
     PAGES[options.device].write_text(page(rows, options.device), encoding="utf-8")
-    return int(any(not named(row) if row["fault"] else row["accused"] for row in rows))
+    return int(any(not named(row) if row["fault"] else row["accused"] and not row.get("not_finite") for row in rows))
 
 
 if __name__ == "__main__":

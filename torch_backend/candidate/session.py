@@ -22,7 +22,7 @@ from lockstep.torch_backend.candidate.numerics import Numerics
 from lockstep.torch_backend.candidate.taps import NLL, Taps
 from lockstep.torch_backend.checksums import checksums
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.optim import moment_of, put_moments, update_counts
+from lockstep.torch_backend.optim import moment_of, put_moments, takes_fp32, update_counts
 from lockstep.torch_backend.precision import DTYPES
 from lockstep.torch_backend.ranks.sharded_tensors import to_numpy
 
@@ -123,6 +123,7 @@ class ModuleSession:
             clip_coefficient=coefficient,
             digest=batch.digest(),
             tokens=batch.targets.size,
+            adam_in_fp32=takes_fp32(self.optimizer),
         )
         finite = is_made(config, loss, norm)
         if not finite and not leaves_out(config):

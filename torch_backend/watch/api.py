@@ -15,16 +15,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.watch import api
+from lockstep.core.parity.watch import api, fused_kernels
 from lockstep.core.parity.watch.api import Watcher
+from lockstep.torch_backend.optim import fused_adam_in_fp32
 from lockstep.torch_backend.watch.module_copy import unwrapped
 from lockstep.torch_backend.watch.operations import COUNT
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss, OwnModule
 from lockstep.torch_backend.watch.ranks import How, ranks_that_train
 from lockstep.torch_backend.watch.sharded_module import shards
+
+
+def _adam_in_fp32(parameter: Any) -> bool:
+    return isinstance(parameter, torch.Tensor) and fused_adam_in_fp32(parameter.device)
+
+
+fused_kernels.offer(_adam_in_fp32)
 
 
 def watch(

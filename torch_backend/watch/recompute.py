@@ -28,6 +28,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
 # Arguments that say where and how a result is stored, and nothing of its numbers.
 OF_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+# Operations whose CUDA kernels round between their steps.
+ROUND_ON_CUDA = frozenset({"aten._softmax_backward_data"})
 BY_JAX, BY_REFERENCE = "by JAX", "by the registered reference"
 BY_DECOMPOSITION, BY_KERNEL = "by torch FP64, decomposed", "by torch FP64, the same kernel"
 
@@ -77,6 +79,17 @@ class Call:
         """The floating tensors among its arguments."""
         return [x for x in self.leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
+    @property
+    def rounds_between(self) -> bool:
+        """Return whether its kernel rounds to a narrow dtype between its steps: attention between its two products."""
+        inside = "attention" in self.name or (self.name in ROUND_ON_CUDA and self.device == "cuda")
+        return inside and self.floating[0].dtype in NARROW
+
+    @property
+    def device(self) -> str:
+        """The kind of device that its first floating tensor lies on."""
+        return self.floating[0].device.type
+
 
 class Recompute:
     """Computes operations again. formulas: by the name of an ATen operation."""
@@ -108,8 +121,7 @@ class Recompute:
             dtype = np.float64 if wide else np.float32
             args, kwargs = self._arguments(call, [x.astype(dtype) for x in values], as_array=True)
             formula = self._formulas[call.name.partition(".")[2]]
-            if not wide and call.floating[0].dtype in NARROW and "attention" in call.name:
-                # Kernels of attention round between their two products.
+            if not wide and call.rounds_between:
                 kwargs["operands"] = str(call.floating[0].dtype).rpartition(".")[2]
             found = formula(*args, **kwargs)
             return [None if x is None else _wide(np.asarray(x)) for x in found]

@@ -34,9 +34,12 @@ def shards(model: nn.Module) -> bool:
 
 
 def _groups(module: Any) -> Sequence[Any]:
-    """FSDP's groups of parameters of a module."""
-    found: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return found
+    """FSDP's groups of parameters of a module; torch 2.11 has one at most."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        found: Sequence[Any] = state._fsdp_param_groups
+        return found
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def divisor(model: nn.Module, ranks: int) -> float:

@@ -339,6 +339,8 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
     if not rule.bounds:  # the script of AdamW, for what a library of 8-bit moments keeps in FP32 as well
         facts["fused"] = rule is ADAMW and optim.fused is True
+    if rule is ADAMW and evidence.record.adam_in_fp32:
+        facts |= {beta: float(np.float32(facts[beta])) for beta in ("beta1", "beta2")}
     facts |= {
         "number": before.updates + 1,
         "lr": learning_rate(optim, before.step + 1, config.train.steps) * settings.lr_factor,

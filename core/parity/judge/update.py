@@ -215,6 +215,8 @@ class Updated:
             "coefficient": np.asarray(evidence.record.clip_coefficient),
             "lr": np.asarray(learning_rate(config.optim, self._before.step + 1, config.train.steps)),
         }
+        if evidence.record.adam_in_fp32:
+            self._scalars["adam_in_fp32"] = np.asarray(True)
 
     @property
     def is_whole(self) -> bool:

@@ -128,7 +128,11 @@ class Judge:
         """Return the least bounds, where the candidate made most gradients with the twin's bits; else the usual ones.
 
         The backward pass reaches the parameters that were registered first last. With their bits, all that came before
-        had the twin's bits as well, and a gradient that differs does so by itself.
+        had the twin's bits as well, up to what rounds away, and a gradient that differs does so by itself.
+
+        Its kernel may round elsewhere than the twin's (on a GPU, bf16 gradients of a table are summed in FP32; torch's
+        on the CPU, where the twin runs, sum them in bf16). So its error is held to the twin's in size and along the
+        truth. Two errors of such sizes may point anywhere: they are at most the sum of both apart.
         """
         equal = [n for n in w if n in step.grads and np.array_equal(step.grads[n], w[n])]
         first = list(w)[:2]
@@ -140,7 +144,7 @@ class Judge:
             f"{len(equal)} of {len(w)} gradients have the twin's bits, also those at the end of the backward pass, so "
             "each is held by itself, to the least bounds of core/parity/measures/calibrated_bounds.py"
         )
-        return replace(self.limits, excess=excess, distance=distance, gain=distance / 2, basis=basis)
+        return replace(self.limits, excess=excess, distance=1 + excess, gain=distance / 2, basis=basis)
 
     def _gradient(
         self, name: str, step: Step, w: np.ndarray, t: np.ndarray, held: Limits | None, better: list[str]

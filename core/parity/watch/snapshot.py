@@ -13,7 +13,9 @@ from lockstep.core.backend import Arrays
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.watch.fused_kernels import adam_in_fp32
 from lockstep.core.parity.watch.uncovered import Uncovered
+from lockstep.core.parity.watch.update_rules import IN_FP32
 
 # Attributes of an optimizer that stand in no group, and that its rule reads.
 OF_OPTIMIZER = ("is_adamw", "block_size")
@@ -228,7 +230,8 @@ def snapshot(
                 if id(p) not in names:
                     continue
                 name = names[id(p)]
-                groups[name] = hyper
+                in_fp32 = hyper.get("fused") and dtype_of(p) != "float64" and adam_in_fp32(p)
+                groups[name] = {**hyper, IN_FP32: True} if in_fp32 else hyper
                 # `get`: looking must not make an entry in the optimizer's defaultdict.
                 entry = optimizer.state.get(p) or {}
                 if any(_in_codes(value) or f"qmap{kind[-1]}" in entry for kind, value in entry.items()):

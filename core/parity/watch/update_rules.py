@@ -2,7 +2,8 @@
 
 A rule is written once. With the rounding of the parameter's own dtype it is the twin; without any it is the truth in
 FP64. Sources: torch/optim/adam.py, adamw.py and sgd.py, single tensor (foreach rounds at the same places; `fused`
-rounds only what it stores, which matters to half precision alone).
+rounds only what it stores, which matters to half precision alone). On CUDA the fused kernels of Adam and AdamW take
+their hyperparameters in FP32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh), as `_adam_in_fp32` has them.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ class Updated:
 Rule = Callable[[np.ndarray, np.ndarray, State, int, Mapping[str, Any], Arithmetic], Updated]
 
 
+# A group's hyperparameter that no optimizer has: its kernel takes the others in FP32.
+IN_FP32 = "in_fp32"
+
+
 def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
     """Adam with g ← g + λp, or AdamW's p ← p·(1 − lr·λ) where `decoupled_weight_decay` (arXiv 1711.05101).
 
@@ -106,6 +111,8 @@ def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
     between = a.compute if group.get("fused") else a.store
     g = -g if group.get("maximize") else g
     zeros = np.zeros_like(p)
+    if group.get(IN_FP32):
+        return _adam_in_fp32(p, g, before, step, group, a)
     if decay and group["decoupled_weight_decay"]:
         p = between(p * a.scalar(1 - lr * decay))
     elif decay:
@@ -127,6 +134,41 @@ def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
         root = a.scalar((1 - beta2**step) ** 0.5)
         denominator = between(between(between(np.sqrt(v)) / root) + a.scalar(group["eps"]))
         return Updated(a.store(p - a.compute(a.scalar(lr / (1 - beta1**step)) * m / denominator)), moments)
+
+
+def _adam_in_fp32(
+    p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
+) -> Updated:
+    """Compute what torch's fused kernel on CUDA does: β are FP32 numbers, 1 − β too, and each line is one rounding.
+
+        m ← fma(β₁, m, fma(−β₁, g, g))        v ← fma(β₂, v, fma(−β₂, g², g²))
+        p ← fma(−(lr·λ), p, p) − (lr / (1 − β₁ᵗ)) · m / (√v / √(1 − β₂ᵗ) + ε)
+
+    β₂ = 0.999 is 0.99900001287 in FP32, so v is 1.3e-5 shorter, and with it 1 − β₂ᵗ: the step is nearly unmoved. The
+    truth has the same β, and FP64 for the rest. Products and sums of float64 stand for a fused multiply-add.
+    """
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    beta1, beta2 = (float(np.float32(beta)) for beta in group["betas"])
+    shrunk = a.scalar(a.scalar(lr) * a.scalar(decay))
+    if decay and group["decoupled_weight_decay"]:
+        p = a.compute(p - shrunk * p)
+    elif decay:
+        g = a.compute(g + a.scalar(decay) * p)
+    zeros = np.zeros_like(p)
+    m, v = before.get("exp_avg", zeros), before.get("exp_avg_sq", zeros)
+    square = a.compute(g * g)
+    m = a.compute(beta1 * m + a.compute(g - beta1 * g))
+    v = a.compute(beta2 * v + a.compute(square - beta2 * square))
+    largest = v
+    moments = {"exp_avg": a.store(m), "exp_avg_sq": a.store(v)}
+    if group.get("amsgrad"):
+        largest = np.maximum(before.get("max_exp_avg_sq", zeros), v)
+        moments["max_exp_avg_sq"] = a.store(largest)
+    first, second = (a.scalar(1 - a.scalar(beta**step)) for beta in (beta1, beta2))
+    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch gives NaN as well
+        root = a.compute(a.compute(np.sqrt(largest)) / a.scalar(second**0.5))
+        moved = a.compute(a.compute(a.scalar(a.scalar(lr) / first) * m) / a.compute(root + a.scalar(group["eps"])))
+    return Updated(a.store(p - moved), moments)
 
 
 def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
