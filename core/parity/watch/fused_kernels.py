@@ -1,4 +1,4 @@
-"""What a framework knows of its fused optimizer kernels, which no hyperparameter shows; no framework is imported."""
+"""Facts of a framework's fused optimizer kernels that no hyperparameter shows; no framework is imported."""
 
 from __future__ import annotations
 
