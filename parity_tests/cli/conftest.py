@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.cli.workspace import Done, write_workspace
+from lockstep.parity_tests.cli.workspace import Done
 from lockstep.scripts.cli import run
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 Lockstep = Callable[..., Done]
 

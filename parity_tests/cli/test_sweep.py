@@ -19,9 +19,9 @@ from lockstep.core.config.file import load_config
 from lockstep.core.sweep.results import RESULTS
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import REPO
-from lockstep.parity_tests.sweep import wrong_above
 from lockstep.parity_tests.sweep.made_up import MadeUp
 from lockstep.scripts.commands import sweep as command
+from lockstep.scripts.studies import wrong_above
 
 RATES = ("--vary", "optim.peak-lr=1e-3,3e-3")
 

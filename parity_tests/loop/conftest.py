@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.loop.runs import COMPILED, INDUCTOR, Folder
 from lockstep.scripts import cli
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 KINDS: dict[str, dict[str, object]] = {"eager": {}, "aot_eager": COMPILED, "inductor": INDUCTOR}
 

@@ -22,13 +22,14 @@ from lockstep.core.mutate import draw as drawing
 from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.rows import Row, Score
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.cli.workspace import REPO, write_workspace
+from lockstep.parity_tests.cli.workspace import REPO
 from lockstep.parity_tests.mutate.data import Text
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.scripts import cli
 from lockstep.scripts.commands import mutate
 from lockstep.scripts.shared import mutating
 from lockstep.scripts.shared.mutating import MutantBench
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 from lockstep.torch_backend.backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("in_one_process")

@@ -16,10 +16,11 @@ import pytest
 from lockstep.core.errors import UserError
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.launch import launch_id, restarts
-from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
+from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained
 from lockstep.parity_tests.ranks import harness, mortal
 from lockstep.parity_tests.ranks.sharded import sharded
 from lockstep.scripts import cli
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.ranks import peer_session
 

@@ -16,8 +16,9 @@ import pytest
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines
 from lockstep.core.run.launch import launched, require_ranks
-from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained, write_workspace
+from lockstep.parity_tests.cli.workspace import REPO, Done, last_weights, trained
 from lockstep.scripts import cli
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 # FP32: ranks and one process differ by the order of sums alone. Under bf16 an operand at a tie may round otherwise.
 RANKS = (

@@ -11,12 +11,12 @@ from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.capsule import write_capsule
 from lockstep.core.run.info import read_info, write_info
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.loop.conftest import prepare
 from lockstep.parity_tests.loop.runs import Folder
 from lockstep.parity_tests.replay.made import VERSIONS, evidence_of
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.commands import bisect, replay
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 CANDIDATE = f"{REPO / 'parity_tests/replay/candidates.py'}:Faulty"
 OWN = ("--candidate", CANDIDATE)  # code that is not Lockstep's runs only if it is named

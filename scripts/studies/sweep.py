@@ -25,12 +25,12 @@ from typing import Any
 import tyro
 
 from lockstep.core.sweep.results import RESULTS
-from lockstep.parity_tests.cli.workspace import write_workspace
-from lockstep.parity_tests.sweep.wrong_above import LIMIT
 from lockstep.scripts.studies.repository import ROOT
+from lockstep.scripts.studies.tiny_workspace import write_workspace
+from lockstep.scripts.studies.wrong_above import LIMIT
 
 ROWS, PAGE = ROOT / "docs/results/sweep.json", ROOT / "docs/results/sweep.md"
-PLANTED = ROOT / "parity_tests/sweep/wrong_above.py"
+PLANTED = ROOT / "scripts/studies/wrong_above.py"
 SPACE = ("--vary", "optim.peak-lr=3e-4:1e-1:log", "--vary", "optim.weight-decay=0,0.1")
 COMMON = (
     *("--train.steps", "60", "--optim.warmup-steps", "6", "--eval.every", "10", "--checkpoint.every", "10"),

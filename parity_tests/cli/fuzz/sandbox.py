@@ -22,7 +22,8 @@ from typing import Any
 from unittest import mock
 
 from lockstep.parity_tests.cli.fuzz.cases import Case
-from lockstep.parity_tests.cli.workspace import REPO, Done, write_workspace
+from lockstep.parity_tests.cli.workspace import REPO, Done
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 SECONDS = 60
 STEPS = 2
