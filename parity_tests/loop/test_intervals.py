@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,10 @@ import pytest
 from lockstep.core.backend import Batch
 from lockstep.core.config.schema import EvalConfig, LogConfig, RunConfig
 from lockstep.core.run.data import RunData
+from lockstep.core.train import loop
 from lockstep.core.train.loop import due, evaluated, sample, step_records
 from lockstep.core.train.validation import Validation, means
+from lockstep.parity_tests.clock import Clock
 from lockstep.parity_tests.loop.runs import STEPS, Folder
 from lockstep.torch_backend.session import TorchSession
 
@@ -123,17 +124,24 @@ def test_every_validation_batch_weighs_the_same() -> None:
     assert found == {"val/loss": 3.0, "val/top1": pytest.approx(2 / 3)}
 
 
-def test_seconds_are_those_of_the_step_alone(config: RunConfig) -> None:
+def test_seconds_are_those_of_the_step_alone(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
     class SlowToMeasure(TorchSession):
+        def step(self, batch, *, norms=False):
+            clock.sleep(2)
+            return super().step(batch, norms=norms)
+
         def evaluate(self, batch, policy=None):
-            time.sleep(0.5)
+            clock.sleep(500)
             return super().evaluate(batch, policy)
 
+    monkeypatch.setattr(loop, "time", clock)
     config = config.model_copy(update={"eval": EvalConfig(every=1, batches=1)})
     data = RunData.open(config)
     for record in step_records(SlowToMeasure(config), data, 1, "cpu"):
-        assert 0 < record.seconds < 0.5
-        assert record.tokens_per_second == pytest.approx(record.tokens / record.seconds)
+        assert (record.seconds, record.tokens_per_second) == (2, record.tokens / 2)
+    assert clock.now > 500
 
 
 def test_looking_changes_no_bit_of_the_weights(folder: Folder, straight) -> None:
