@@ -3,6 +3,9 @@
 #
 #   scripts/quickstart.sh           set up, prepare data, train (or resume), report
 #   scripts/quickstart.sh --fresh   the same, but the run starts again from step 0
+#   scripts/quickstart.sh --precision.policy bf16
+#                                   in this precision. Without it a new run is in bf16, or in FP32 where the CPU has no
+#                                   instructions for bf16; a line tells which and why
 #
 # Ends 0; 1 if a check disagreed; 2 if something is missing, or fewer than half of the checks could be made; 130 after
 # Ctrl-C (with a checkpoint).
@@ -14,15 +17,24 @@ run=runs/quickstart
 say() { printf 'lockstep: %s\n' "$*"; }
 
 fresh=
-case "${1:-}" in
-    "") ;;
-    --fresh) fresh=yes ;;
-    *)
-        printf 'usage: scripts/quickstart.sh [--fresh]\n' >&2
-        [ "$1" = --help ] || [ "$1" = -h ] && exit 0
-        exit 2
-        ;;
-esac
+policy=
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --fresh) fresh=yes ;;
+        --precision.policy=?*) policy=${1#*=} ;;
+        *)
+            if [ "$1" = --precision.policy ] && [ -n "${2:-}" ]; then
+                policy=$2
+                shift
+            else
+                printf 'usage: scripts/quickstart.sh [--fresh] [--precision.policy NAME]\n' >&2
+                [ "$1" = --help ] || [ "$1" = -h ] && exit 0
+                exit 2
+            fi
+            ;;
+    esac
+    shift
+done
 
 bash "$repo/scripts/setup/setup_env.sh"
 cd "$repo"
@@ -50,6 +62,15 @@ train() { # leaves the exit code in $trained, so that a run that was not checked
     exit "$trained"
 }
 
+choose_policy() { # FP32 where the CPU has no instructions for bf16 products, unless the caller names a precision
+    local why
+    [ -z "$policy" ] || return 0
+    why=$(.venv/bin/python -m lockstep.scripts.shared.slow_products "$config")
+    [ -n "$why" ] || return 0
+    policy=fp32
+    say "training in FP32: $why"
+}
+
 shown() { # what this run has shown, where its report is, and what to do next
     local words
     words=$(
@@ -72,6 +93,11 @@ END
 }
 
 trained=0
+goes_on() { [ -z "$fresh" ] && { is_finished || has_checkpoint; }; }
+if [ -n "$policy" ] && goes_on; then
+    say "$run keeps its precision; for a new run add --fresh" >&2
+    exit 2
+fi
 if [ -z "$fresh" ] && is_finished; then
     say "$run is finished: its report is made anew. To train again from step 0: scripts/quickstart.sh --fresh"
 else
@@ -81,7 +107,8 @@ else
         train --resume "$run"
     else
         # An earlier run without a checkpoint has nothing to go on from.
-        train "$config" --overwrite
+        choose_policy
+        train "$config" --overwrite ${policy:+--precision.policy "$policy"}
     fi
 fi
 "$lockstep" report "$run"

@@ -28,6 +28,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 )
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.switches import check_environment
+from lockstep.torch_backend.tools.bf16_products import bf16_slowdown
 from lockstep.torch_backend.tools.deterministic import check_deterministic
 from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
 
@@ -64,6 +65,10 @@ class TorchBackend:
     def open_rank(self, config: RunConfig) -> TorchSession:
         """Open the session of one rank, before it joins the others."""
         return self.session_class(config)
+
+    def bf16_slowdown(self, config: RunConfig) -> float:
+        """Return how many times as long a bf16 product takes as one in FP32, measured on the CPU; 1 on a GPU."""
+        return 1.0 if resolve_device(config).type == "cuda" else bf16_slowdown()
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Versions, device and what is in force. Raises UserError as `open` does."""
