@@ -101,14 +101,14 @@ def test_a_cache_of_keys_changes_no_logit(family):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", [AttentionConfig(), PACKED], ids=["", "packed"])
 @pytest.mark.parametrize("backend", [TorchBackend, JaxBackend], ids=["torch", "jax"])
 @pytest.mark.parametrize("family", OPTIONS)
-def test_closed_forms_and_differences_hold(family, backend):
-    for attention in (AttentionConfig(), PACKED):
-        check = check_reference(backend(), config_of(family, "bf16", attention))
-        assert not check.wrong and not check.not_covered
-        asked = {one.id for one in graph_of(config_of(family).model).operations}
-        assert asked <= {finding.stage for finding in check.findings}
+def test_closed_forms_and_differences_hold(family, backend, attention):
+    check = check_reference(backend(), config_of(family, "bf16", attention))
+    assert not check.wrong and not check.not_covered
+    asked = {one.id for one in graph_of(config_of(family).model).operations}
+    assert asked <= {finding.stage for finding in check.findings}
 
 
 def checked(session: Any, config: RunConfig) -> tuple[Any, Check]:
