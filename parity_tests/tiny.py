@@ -29,7 +29,7 @@ def tiny_config(
 ) -> RunConfig:
     """Build a two-block Llama over bytes; it clips at a norm that is always exceeded, so that clipping is checked.
 
-    The run file of cli/workspace.py has the same settings: tests of both share the reference's sessions.
+    The run file of scripts/studies/tiny_workspace.py has the same settings: both share the reference's sessions.
     """
     return RunConfig(
         model=ModelConfig(**(MODEL | model)),

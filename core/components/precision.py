@@ -19,6 +19,7 @@ class Format:
 
     bytes: of a stored number. roundoff: half the distance from 1 to the next number. as_read: CUDA's tensor cores read
     so much of stored FP32 numbers; the CPU has no such format. slow_on_cpu: the CPU makes its products in FP32.
+    own_instructions: some CPUs have instructions for its products; on the others they take far longer than FP32's.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Format:
     roundoff: float
     as_read: bool = False
     slow_on_cpu: bool = False
+    own_instructions: bool = False
 
 
 FORMATS: dict[str, Format] = {
@@ -35,7 +37,7 @@ FORMATS: dict[str, Format] = {
         Format("fp32", 4, 2.0**-24),
         # The tensor cores read 10 of its fraction's bits.
         Format("tf32", 4, 2.0**-11, as_read=True),
-        Format("bf16", 2, 2.0**-8),
+        Format("bf16", 2, 2.0**-8, own_instructions=True),
         Format("fp16", 2, 2.0**-11, slow_on_cpu=True),
         Format("fp8", 1, 2.0**-4),
     )

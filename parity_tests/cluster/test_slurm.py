@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.run.directory import RunDir
-from lockstep.parity_tests.cli.workspace import REPO, write_workspace
+from lockstep.parity_tests.cli.workspace import REPO
 from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed
 from lockstep.parity_tests.ranks.test_restarts import SETTINGS, free_port
 from lockstep.scripts import cli
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 SCRIPTS = {path.stem: path for path in sorted((EXAMPLES / "slurm").glob("*.sh"))}
 SCRIPT = SCRIPTS["train"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.guards import candidates
 from lockstep.parity_tests.guards.candidates import AT_STEP
 from lockstep.parity_tests.ranks.test_torchrun import torchrun
 from lockstep.scripts import cli
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 
 @pytest.fixture(scope="module")

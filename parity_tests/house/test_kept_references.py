@@ -11,9 +11,9 @@ from lockstep.core.config.file import load_config
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests import kept_references
-from lockstep.parity_tests.cli.workspace import write_workspace
 from lockstep.parity_tests.kept_references import MOST, kept, what_is_read
 from lockstep.parity_tests.tiny import tiny_config
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 from lockstep.torch_backend.backend import TorchBackend
 
 

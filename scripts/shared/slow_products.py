@@ -23,10 +23,11 @@ def slow_products(config: RunConfig, backend: Backend) -> str | None:
     """Return one line on a run whose bf16 products are slow on this CPU; None if they are not, or the run is short."""
     from lockstep.core.backend import NotSupported
     from lockstep.core.capabilities import MultipliesSlowly, ask
+    from lockstep.core.components.precision import FORMATS
     from lockstep.core.model.budget import flops_per_token
 
-    train, formats = config.train, config.precision
-    if formats.operand != "bf16":
+    train = config.train
+    if not FORMATS[config.precision.operand].own_instructions:
         return None
     tokens = train.steps * train.batch_size * train.longest
     if tokens * flops_per_token(config.model, train.longest)["6N"] < WORTH_A_LINE:
