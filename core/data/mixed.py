@@ -23,12 +23,13 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json
 
 # A place in a mixture is source · STRIDE + the place in the source's split, so no place depends on a source's size.
-STRIDE = 1 << 48
+_PLACE_BITS = 48
+STRIDE = 1 << _PLACE_BITS
 
 
 def source_of(starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of the source of each place in a mixture."""
-    return starts // STRIDE
+    return starts >> _PLACE_BITS
 
 
 class JoinedSplit:
@@ -43,26 +44,37 @@ class JoinedSplit:
         if len(tokens) == len(self._splits):
             joined = np.concatenate(tokens)
             self._joined = TokenSplit([joined])
-            self._sizes = np.array([part.size for part in tokens])
-            self._begins = np.cumsum([0, *self._sizes])[:-1]
-            for split, begin, size in zip(splits, self._begins, self._sizes, strict=True):
+            sizes = np.array([part.size for part in tokens])
+            # By source: the end of its tokens in the array, and the way there from places in the mixture.
+            self._ends = np.cumsum(sizes)
+            begins = self._ends - sizes
+            self._moves = begins - np.arange(len(tokens)) * STRIDE
+            for split, begin, end in zip(splits, begins, self._ends, strict=True):
                 assert isinstance(split, TokenSplit)
-                split.hold(joined[begin : begin + size])
+                split.hold(joined[begin:end])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sources."""
+        if self._joined is not None:
+            return self._joined.num_tokens
         return sum(split.num_tokens for split in self._splits)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
         """Return windows as `TokenSplit.gather` does. Raises IndexError also for a source that is not there."""
-        sources, places = starts // STRIDE, starts % STRIDE
-        if starts.size and not 0 <= int(sources.min()) <= int(sources.max()) < len(self._splits):
-            raise IndexError(f"sources {sources.min()} to {sources.max()} of a mixture of {len(self._splits)}")
+        sources = source_of(starts)
         if self._joined is not None:
-            if (places > self._sizes[sources] - length).any():
+            try:
+                ends, moves = self._ends[sources], self._moves[sources]
+            except IndexError:
+                raise self._no_source(sources) from None
+            joined = starts + moves
+            if starts.size and int((ends - joined).min()) < length:
                 raise IndexError(f"a window of {length} tokens reaches outside its source")
-            return self._joined.gather(self._begins[sources] + places, length)
+            return self._joined.gather(joined, length)
+        places = starts % STRIDE
+        if starts.size and not 0 <= int(sources.min()) <= int(sources.max()) < len(self._splits):
+            raise self._no_source(sources)
         found = np.flatnonzero(np.bincount(sources, minlength=1)) if starts.size else np.array([0])
         if len(found) == 1:
             return self._splits[found[0]].gather(places, length)
@@ -75,6 +87,9 @@ class JoinedSplit:
             windows[rows] = part
         assert windows is not None
         return windows
+
+    def _no_source(self, sources: NDArray[np.int64]) -> IndexError:
+        return IndexError(f"sources {sources.min()} to {sources.max()} of a mixture of {len(self._splits)}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,11 @@ class MixedSampler(Sampler):
         for source, sampler in enumerate(self.samplers):
             rows = np.flatnonzero(sources == source)
             if rows.size:
-                starts[rows] = sampler.block_starts(numbers[rows]) + source * STRIDE
+                own = numbers[rows]
+                begin = int(own[0])
+                # From the source's own stretches: of a few blocks the order takes nearly as long as of thousands.
+                places = sampler.window_starts(begin * self.length, int(own[-1]) + 1 - begin, self.length)
+                starts[rows] = places[own - begin] + source * STRIDE
         return starts
 
     def epochs(self, samples: int) -> tuple[float, ...]:

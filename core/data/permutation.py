@@ -9,6 +9,9 @@ _ROUNDS = 8
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
 _SEED_LIMIT = 1 << 64
+# splitmix64's finaliser: shifts, and the factors that follow them.
+_FINALISER = ((_U64(30), _U64(0xBF58476D1CE4E5B9)), (_U64(27), _U64(0x94D049BB133111EB)))
+_LAST_SHIFT = _U64(31)
 
 
 def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, seed: int) -> NDArray[np.int64]:
@@ -35,14 +38,16 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
     half_bits = _U64(((size - 1).bit_length() + 1) // 2)
     if half_bits == 0:
         return np.zeros(indices.shape, dtype=np.int64)
-    values = indices.astype(_U64).ravel()
-    epoch_keys = _mix(epochs.astype(_U64).ravel() * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
-    # By round and index. They stay the same along a cycle, and cost as much as the rest of a round.
+    values, epochs = indices.astype(_U64).ravel(), epochs.ravel()
+    # Keys cost as much as the rest of a round. Nearly always all indices are of one epoch and share them.
+    share = bool(epochs.size) and epochs.min() == epochs.max()
+    epoch_keys = _mix((epochs[:1] if share else epochs).astype(_U64) * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
+    # By round and index; they stay the same along a cycle.
     keys = _mix(epoch_keys + np.arange(1, _ROUNDS + 1, dtype=_U64)[:, None] * _GOLDEN)
     values = _feistel(values, keys, half_bits)
     outside = np.flatnonzero(values >= _U64(size))
     while outside.size:
-        values[outside] = _feistel(values[outside], keys[:, outside], half_bits)
+        values[outside] = _feistel(values[outside], keys if share else keys[:, outside], half_bits)
         outside = outside[values[outside] >= _U64(size)]
     return values.astype(np.int64).reshape(indices.shape)
 
@@ -54,18 +59,28 @@ def mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
     mask = (_U64(1) << half_bits) - _U64(1)
-    left, right = values >> half_bits, values & mask
+    left, right, shift = values >> half_bits, values & mask, _U64(64) - half_bits
     for round_keys in keys:
         # The finaliser's high bits depend on all input bits; a half needs only a few of them.
-        left, right = right, left ^ (_mix(right ^ round_keys) >> (_U64(64) - half_bits))
+        mixed_right = _mix_in_place(right ^ round_keys)
+        mixed_right >>= shift
+        mixed_right ^= left
+        left, right = right, mixed_right
     return (left << half_bits) | right
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser. Array arithmetic in uint64 wraps around, as the algorithm requires."""
-    values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return values ^ (values >> _U64(31))
+    """splitmix64's finaliser."""
+    return _mix_in_place(values.copy())
+
+
+def _mix_in_place(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finaliser to an array itself. Array arithmetic in uint64 wraps around, as the algorithm requires."""
+    for shift, factor in _FINALISER:
+        values ^= values >> shift
+        values *= factor
+    values ^= values >> _LAST_SHIFT
+    return values
 
 
 def _check(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, seed: int) -> None:

@@ -199,12 +199,27 @@ def test_each_source_keeps_its_own_epochs():
     assert (np.diff(windows, axis=1) == 1).all() and ((windows[:, 0] >= 10**6) == source_of(starts)).all()
 
 
-def test_places_outside_the_mixture_are_refused():
+@pytest.mark.parametrize("held", [True, False])
+def test_places_outside_the_mixture_are_refused(held):
     _, split = mixed(["1", "1"], [100, 200])
-    with pytest.raises(IndexError):
-        split.gather(np.array([2 * STRIDE]), 3)
-    with pytest.raises(IndexError):
-        split.gather(np.array([0, STRIDE + 199]), 3)
+    if not held:
+        # Two parts a source stand for shards that are mapped.
+        split = JoinedSplit([TokenSplit([np.arange(50, dtype=np.uint32)] * n) for n in (2, 4)])
+    assert split.gather(np.array([97, STRIDE + 197]), 3).shape == (2, 3)
+    for place in (2 * STRIDE, STRIDE + 198, 98, STRIDE - 1, -1, -STRIDE):
+        with pytest.raises(IndexError):
+            split.gather(np.array([0, place]), 3)
+
+
+def test_a_source_s_blocks_are_placed_once_for_many_batches(monkeypatch):
+    """Placing a few blocks takes nearly as long as thousands, so batches read from stretches of each source's own."""
+    sampler, _ = mixed(["1", "1"], [24 * 9001, 24 * 9002])
+    placed = []
+    right = BlockSampler.block_starts
+    monkeypatch.setattr(BlockSampler, "block_starts", lambda *of: placed.append(of[1].size) or right(*of))
+    for first in range(0, 3 * 4096, 16):
+        sampler.window_starts(24 * first, 16, 24)
+    assert placed == [4096] * 4
 
 
 @pytest.mark.parametrize(
