@@ -23,6 +23,8 @@ from lockstep.core.files.atomic import require_file, write_atomically
 CHECKSUM = "crc32"
 _END = f'"{CHECKSUM}": "%08x"}}'
 _END_BYTES = len(_END % 0)
+# Lines of parity checks are long: pieces of the usual 8 KiB would be joined for each of them.
+_BUFFER_BYTES = 1 << 20
 # An end with something behind it: two lines that lost the newline between them, or a last line that lost its own.
 _BEYOND_THE_END = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 
@@ -131,7 +133,7 @@ def raw_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
     """
     require_file(path)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=_BUFFER_BYTES) as file:
             for line in file:
                 raw = line.removesuffix(b"\n")
                 intact = _intact(raw)
@@ -231,7 +233,7 @@ def _value(raw: bytes) -> dict[str, Any] | None:
 
 
 def _intact(raw: bytes) -> bool:
-    return raw[-_END_BYTES:] == (_END % zlib.crc32(raw[:-_END_BYTES])).encode()
+    return raw[-_END_BYTES:] == (_END % zlib.crc32(memoryview(raw)[:-_END_BYTES])).encode()
 
 
 def _mend_the_end(path: Path) -> None:

@@ -61,22 +61,27 @@ def _drawn(
 
     widths = [max(map(cell_len, column)) for column in zip(headers, *lines, strict=True)]
     widths[0] = max(min(widths[0], width - sum(widths[1:]) - _GAP * (len(widths) - 1)), _NARROWEST)
-    drawn = Text()
+    parts: list[tuple[str, str]] = []
 
     def put(cells: Sequence[str], style: str, looks: Mapping[int, str]) -> None:
         first, *more = chop_cells(cells[0], widths[0]) or [""]
+        line = []
         for place, cell in enumerate((first, *cells[1:])):
             space = " " * (widths[place] - cell_len(cell))
             text = space + cell if headers[place] in _RIGHT else cell + space
-            drawn.append((" " * _GAP if place else "") + text, looks.get(place) or style)
-        drawn.rstrip()
-        drawn.append("".join(f"\n{rest}" for rest in more) + "\n", style)
+            line.append(((" " * _GAP if place else "") + text, looks.get(place) or style))
+        while line and not line[-1][0].strip():
+            line.pop()
+        if line:
+            text, look = line.pop()
+            line.append((text.rstrip(), look))
+        parts.extend((*line, ("".join(f"\n{rest}" for rest in more) + "\n", style)))
 
     put(headers, "bold", {})
     for cells, (state, checks) in zip(lines, styles, strict=True):
         put(cells, "", {HEADERS.index("state"): state, HEADERS.index("checks"): checks})
-    drawn.rstrip()
-    return drawn
+    # The last line's own end is the console's to print. A text that grows piece by piece is slow: rich copies it.
+    return Text.assemble(*parts[:-1], parts[-1][0].removesuffix("\n"))
 
 
 def cells_of(row: Row, now: float) -> list[str]:

@@ -97,15 +97,21 @@ def is_number(value: Any) -> TypeGuard[float]:
 def _end_of(descriptor: int, size: int, most: int) -> _End:
     """Look through the last `most` bytes. Lines that bear on nothing are not read as JSON, which takes the time."""
     start = max(0, size - most)
-    lines = os.pread(descriptor, most, start).split(b"\n")
-    if start:  # it began in the midst of a line
-        lines = lines[1:]
-    found, seen, is_last = _End(), set[int](), True
-    for line in reversed(lines):
-        if found.is_whole:
+    text = os.pread(descriptor, most, start)
+    found, seen, is_last, end = _End(), set[int](), True, len(text)
+    while end >= 0 and not found.is_whole:
+        if len(found.recent) == RECENT:
+            at = text.rfind(_VALIDATION.encode(), 0, end)
+            if at < 0:
+                break
+            following = text.find(b"\n", at, end)
+            end = following if following >= 0 else end
+        begin = text.rfind(b"\n", 0, end) + 1
+        if start and not begin:  # it began in the midst of a line
             break
+        line, end = text[begin:end], begin - 1
         torn, is_last = is_last, False
-        if not line or (len(found.recent) == RECENT and _VALIDATION.encode() not in line):
+        if not line:
             continue
         record = value_of(line)
         if record is None:

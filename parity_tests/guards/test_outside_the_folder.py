@@ -19,7 +19,7 @@ from lockstep.core.files.atomic import read_sealed_json, write_atomically, write
 from lockstep.core.files.lock import FolderLock
 from lockstep.core.parity.evidence.capsule import read_capsule
 from lockstep.core.parity.modes.rerun import initial_state
-from lockstep.core.report import build_report
+from lockstep.core.report.build import build_report
 from lockstep.core.run.branches import Branch
 from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.guards.planted import CONFIG, planted_capsule, seal_capsule, seal_checkpoint

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.core.bench.files import write_page
-from lockstep.core.report import build_report, write_comparison
+from lockstep.core.report.build import build_report
+from lockstep.core.report.compare import write_comparison
 from lockstep.core.sinks import tables
 from lockstep.core.sinks.terminal import open_console
 from lockstep.core.sinks.visible import markdown, visible

@@ -24,8 +24,7 @@ from lockstep.core.live import follow, snapshot
 from lockstep.core.live.follow import FollowedLines
 from lockstep.core.live.server import LiveServer, code
 from lockstep.core.live.snapshot import GONE, WAITING, Watched
-from lockstep.core.report import build_report
-from lockstep.core.report.build import SCRIPTS, asset, digest_of
+from lockstep.core.report.build import SCRIPTS, asset, build_report, digest_of
 from lockstep.core.run.info import read_info, write_info
 from lockstep.parity_tests.report.fake_run import write_run
 from lockstep.parity_tests.report.test_report import Tags, embedded

@@ -15,7 +15,8 @@ import pytest
 from lockstep.core.config.schema import flatten
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines, sealed_line
-from lockstep.core.report import build_comparison, build_report, write_comparison
+from lockstep.core.report.build import build_report
+from lockstep.core.report.compare import build_comparison, write_comparison
 from lockstep.core.report.figures import APART, difference, parting
 from lockstep.core.report.read import read_run
 from lockstep.core.report.seeing import COLUMNS, seconds, stacked

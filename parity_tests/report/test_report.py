@@ -24,8 +24,7 @@ from lockstep.core.files.jsonl import read_lines, sealed_line
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import chain as chain_of_stages
 from lockstep.core.parity.reference.stages import forward_stages, is_library_head
-from lockstep.core.report import build_report, write_report
-from lockstep.core.report.build import SCRIPTS
+from lockstep.core.report.build import SCRIPTS, build_report, write_report
 from lockstep.core.report.checks import AT_BOUND, CONTAMINATED, HELD, NAMED, ORIGIN, PER_DECADE, Checks, strain_code
 from lockstep.core.report.curves import POINTS, charts, smooth, thin
 from lockstep.core.report.heatmap import MAX_VALUES, MINUS_HIGH, ONE_OVER_HIGH, encode, number_planes

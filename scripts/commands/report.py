@@ -44,7 +44,8 @@ class Report:
 
 def main(argv: list[str]) -> int:
     """Write the report, or the comparison, and say where it is."""
-    from lockstep.core.report import write_comparison, write_report
+    from lockstep.core.report.build import write_report
+    from lockstep.core.report.compare import write_comparison
 
     options, _ = parse(Report, "report", argv, with_settings=False)
     if not options.runs:

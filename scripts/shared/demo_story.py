@@ -63,7 +63,7 @@ def print_checks(console: Console, honest: Trained, faulty: Trained) -> None:
 
 def write_reports(folder: Path) -> Path:
     """Write the reports of both runs; return the address of the faulty run's."""
-    from lockstep.core.report import write_report
+    from lockstep.core.report.build import write_report
 
     write_report(folder / RUNS / HONEST)
     return write_report(folder / RUNS / FAULTY).resolve()
