@@ -140,10 +140,13 @@ class FinishedShards:
 class PlannedDataset:
     """A prepared folder, finished or not, that is known by its plan: the same fingerprint before and after."""
 
-    def __init__(self, folder: Path, minutes: float, memory_limit_bytes: int, tell: Tell) -> None:
+    def __init__(
+        self, folder: Path, minutes: float, memory_limit_bytes: int, tell: Tell, *, verify: bool = True
+    ) -> None:
         """Open the folder: all of it if it is finished, else its plan, tokenizer and held-out shards.
 
-        minutes: how long to wait for a file of a folder that is being prepared; 0 = it must be finished.
+        minutes: how long to wait for a file of a folder that is being prepared; 0 = it must be finished. verify: see
+        `TokenDataset.open`, of a finished folder.
 
         Raises:
             UserError: something is missing, damaged, or does not belong together; the message names the file.
@@ -151,7 +154,7 @@ class PlannedDataset:
         self.folder = folder
         self._waiting = Waiting(folder, minutes, tell)
         waits = minutes > 0 and not (folder / INDEX_NAME).is_file()
-        whole = None if waits else TokenDataset.open(folder, memory_limit_bytes=memory_limit_bytes)
+        whole = None if waits else TokenDataset.open(folder, verify=verify, memory_limit_bytes=memory_limit_bytes)
         self._whole = whole
         if waits:
             self._waiting.file(PLAN_NAME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.model.budget import flops_per_token, parameter_count, parameter_count_by_group
@@ -13,6 +13,9 @@ from lockstep.core.plan.choices import Choice, micro_batches, own_name
 from lockstep.core.plan.estimate import Estimate
 from lockstep.core.plan.gpus import Gpu
 from lockstep.core.plan.published import PARAMETERS, beside, savings
+
+if TYPE_CHECKING:
+    from lockstep.core.plan.data import Reading
 
 Rows = list[list[object]]
 CONVENTIONS = {"6N": "6N", "causal": "+ causal attention", "full": "+ full attention"}
@@ -167,7 +170,24 @@ def saving_rows(config: RunConfig) -> Rows:
     return [[s.about, f"{s.theirs:.1%}", f"{s.ours:.1%}", f"{100 * (s.ours - s.theirs):+.1f}"] for s in savings(config)]
 
 
-def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[str, Any]:
+READINGS = ("data set", "share", "tokens of this run", "tokens in it", "epochs")
+
+
+def reading_rows(found: Sequence[Reading]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of data sets, under READINGS."""
+    return [
+        (
+            one.name,
+            f"{one.share:.1%}",
+            f"{one.tokens:,}",
+            ("not prepared here" if one.share else "left out") if one.held is None else f"{one.held:,}",
+            "–" if one.epochs is None else f"{one.epochs:.3g}" if one.epochs < 1000 else f"{one.epochs:,.0f}",
+        )
+        for one in found
+    ]
+
+
+def as_data(estimate: Estimate, found: Sequence[Choice], price: float, data: Sequence[Reading]) -> dict[str, Any]:
     """Return the whole plan for `--json`: bytes, seconds, dollars."""
     config, memory = estimate.config, estimate.memory
     return {
@@ -189,6 +209,7 @@ def as_data(estimate: Estimate, found: Sequence[Choice], price: float) -> dict[s
         },
         "price_per_gpu_hour": price,
         "cost": estimate.cost(price),
+        "data": [asdict(one) for one in data],
         "choices": [
             {
                 "policy": choice.name,

@@ -40,15 +40,16 @@ class RunData:
     held_out: Sources | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, tell: Tell = lambda text: None) -> RunData:
+    def open(cls, config: RunConfig, tell: Tell = lambda text: None, *, verify: bool = True) -> RunData:
         """Open and verify the data of a run.
 
-        tell: called with a line where data that is being prepared is waited for.
+        tell: called with a line where data that is being prepared is waited for. verify: read every shard, and hold in
+        memory what fits; without it indexes and headers alone are checked, and shards stay on the disk.
 
         Raises UserError if it is missing, damaged, or does not fit the run.
         """
         _require_memory(config)
-        sources = _open_all(config, tell)
+        sources = _open_all(config, tell, verify)
         samplers = tuple(_sampler(config, source) for source in sources)
         parts = config.data.parts
         if not parts:
@@ -73,15 +74,15 @@ class RunData:
         return replace(made, end_of_text=self.dataset.eot_id)
 
 
-def _open_all(config: RunConfig, tell: Tell) -> list[Dataset]:
+def _open_all(config: RunConfig, tell: Tell, verify: bool) -> list[Dataset]:
     """Open the data sets of a run. The memory for tokens is one for all of them, which goes to the first ones."""
-    limit = int(min(config.data.memory_limit_gib * 2**30, 2**62)) or memory_to_hold()
+    limit = (int(min(config.data.memory_limit_gib * 2**30, 2**62)) or memory_to_hold()) if verify else 0
     sources: list[Dataset] = []
     for folder in config.data.folders:
         source = (
-            PlannedDataset(Path(folder), config.data.wait_minutes, limit, tell)
+            PlannedDataset(Path(folder), config.data.wait_minutes, limit, tell, verify=verify)
             if config.data.window_shards
-            else TokenDataset.open(folder, memory_limit_bytes=limit)
+            else TokenDataset.open(folder, verify=verify, memory_limit_bytes=limit)
         )
         limit -= source.held_bytes
         if source.vocab_size > config.model.vocab_size:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.core.plan.choices import Choice
+    from lockstep.core.plan.data import Reading
     from lockstep.core.plan.estimate import Estimate
 
 # Columns that the widest table needs.
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.config.file import load_config
     from lockstep.core.plan.checks import over_budget
     from lockstep.core.plan.choices import choices, smallest_change
+    from lockstep.core.plan.data import readings
     from lockstep.core.plan.estimate import fits
     from lockstep.core.plan.gpus import gpu_named
     from lockstep.core.plan.words import as_data
@@ -66,11 +68,12 @@ def main(argv: list[str]) -> int:
     config = load_config(options.config, given)
     gpu = gpu_named(options.gpu or ("cpu" if config.device == "cpu" else "h100"))
     price = gpu.price if options.price is None else options.price
+    data = readings(config)
     estimate, found = fits(config, gpu), choices(config, gpu)
-    print_plan(open_console(), estimate, found, price)
+    print_plan(open_console(), estimate, found, price, data)
     if options.json:
         try:
-            options.json.write_text(json.dumps(as_data(estimate, found, price), indent=1) + "\n")
+            options.json.write_text(json.dumps(as_data(estimate, found, price, data), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {options.json}: {error.strerror}") from error
     for line in dict.fromkeys(one for thorough in (False, True) for one in over_budget(config, thorough=thorough)):
@@ -85,7 +88,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def print_plan(console: Console, estimate: Estimate, found: list[Choice], price: float) -> None:
+def print_plan(
+    console: Console, estimate: Estimate, found: list[Choice], price: float, data: Sequence[Reading]
+) -> None:
     """Every table of the plan."""
     from lockstep.core.plan import words
     from lockstep.core.sinks.lines import say, tell
@@ -108,6 +113,7 @@ def print_plan(console: Console, estimate: Estimate, found: list[Choice], price:
     console.print(table(f"Memory of each device, estimated: {micro}", ("", ""), words.memory_rows(estimate)))
     if rows := words.time_rows(estimate, price):
         console.print(table("Time of a step and of the run, estimated", ("", ""), rows))
+    console.print(table("Data, as this run reads it", words.READINGS, words.reading_rows(data)))
     console.print(table("Checks, at most", ("", ""), words.check_rows(config)))
     headers, rows = words.choice_table(config, found)
     title = "GB needed by micro-batch; → and (…) as configured, ! does not fit"
