@@ -55,18 +55,21 @@ def encode_shard(task: ShardTask) -> ShardHeader:
         return shard.write()
 
 
-def start_worker() -> None:
-    """Set up a worker process: one thread, quiet on Ctrl-C, gone when its parent is."""
-    one_thread_a_worker()
+def start_worker(threads: int = 1) -> None:
+    """Set up a worker process: so many threads of the tokenizer, quiet on Ctrl-C, gone when its parent is."""
+    limit_threads(threads)
     # Shards are written atomically, so dying on the spot is safe, and the parent tells the user.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
-def one_thread_a_worker() -> None:
-    """Keep the tokenizer to one thread: the workers are the parallelism, and would fight over the same cores."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
+def limit_threads(threads: int) -> None:
+    """Limit the tokenizer to so many threads in this process, before its first call.
+
+    One is right where every worker has parts to do: they are the parallelism, and would compete for the same cores.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
 
 
 def _leave_with_parent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from lockstep.core.data.shards import ShardHeader
 from lockstep.core.data.sources import SourceFile
 from lockstep.core.errors import UserError
 
+_PARTS_A_WORKER = 2
+
 
 def encode_shards(
     shards: tuple[ShardPlan, ...], folder: Path, plan: Plan, engine: Engine
@@ -25,8 +28,19 @@ def encode_shards(
         UserError: what `encode_shard` or the engine raises. Finished shards stay.
     """
     # In their order, which a run that trains meanwhile reads; all but the last of a split are about as large.
-    for number, header in engine.map(encode_shard, _Tasks(shards, folder, plan), folder):
+    threads = threads_of([shard.text_bytes for shard in shards], engine.workers)
+    for number, header in engine.map(encode_shard, _Tasks(shards, folder, plan), folder, threads):
         yield shards[number], header
+
+
+def threads_of(sizes: Sequence[int], workers: int) -> int:
+    """Return how many threads of the tokenizer each worker needs, so that parts of these sizes occupy all cores.
+
+    A text of one shard is one worker's, whatever the number of workers, because shards do not depend on it. Parts count
+    by their size against the largest one. Twice as many parts as workers leave few cores idle at the end: then 1.
+    """
+    parts = sum(sizes) / max(sizes) if any(sizes) else 1.0
+    return min(workers, math.ceil(_PARTS_A_WORKER * workers / parts))
 
 
 class _Tasks(Sequence[ShardTask]):

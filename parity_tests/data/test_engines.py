@@ -25,7 +25,7 @@ from lockstep.core.data.engines.processes import Processes
 from lockstep.core.data.engines.ray_tasks import MOST_ATTEMPTS, RayTasks
 from lockstep.core.data.prepare import prepare
 from lockstep.core.data.sources import list_source
-from lockstep.core.data.workers import require_source
+from lockstep.core.data.workers import require_source, threads_of
 from lockstep.core.errors import UserError
 from lockstep.core.files import shared_folder
 from lockstep.parity_tests.data.conftest import settings_for
@@ -71,11 +71,12 @@ class StandIn(ModuleType):
         return (refs[-1:], refs[:-1]) if num_returns == 1 else (refs, [])
 
     def get(self, ref: int) -> Any:
-        function, work, part, place = self.tasks[ref]
+        function, *arguments = self.tasks[ref]
+        part = arguments[1]
         if self.left and self.left[part]:
             self.left[part] -= 1
             raise Lost
-        return function(work, part, place)
+        return function(*arguments)
 
     def cancel(self, ref: int, force: bool) -> None:
         self.cancelled.append(ref)
@@ -231,16 +232,16 @@ def test_an_address_without_the_engine_is_refused(capsys: pytest.CaptureFixture[
 
 def test_a_worker_that_does_not_see_the_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_folder, "LATE_SECONDS", 0.0)
-    found = ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code()))
+    found = ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code()), 1)
     assert isinstance(found, UserError)
     assert f"a worker on {socket.gethostname()} does not see {tmp_path}" in str(found)
     (tmp_path / "token").touch()
-    assert ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code())) == 2
+    assert ray_tasks._compute(double, 1, (str(tmp_path), "token", ray_tasks._code()), 1) == 2
 
 
 def test_a_worker_with_other_code_is_named(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
-    found = ray_tasks._compute(double, 1, (str(tmp_path), "other", "0" * 64))
+    found = ray_tasks._compute(double, 1, (str(tmp_path), "other", "0" * 64), 1)
     assert isinstance(found, UserError) and "does not run the same code as this command" in str(found)
 
 
@@ -258,3 +259,46 @@ def test_one_process_computes_in_itself(tmp_path: Path) -> None:
     assert list(Processes(1).map(double, range(5), tmp_path)) == [(n, 2 * n) for n in range(5)]
     with pytest.raises(UserError, match="13 is no number"):
         list(Processes(1).map(double, [1, 13, 2], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "workers", "threads"),
+    [
+        ([1000], 8, 8),  # one shard, however many workers
+        ([1000, 10], 2, 2),  # a small one beside it occupies nobody
+        ([1000] * 8, 8, 2),
+        ([1000] * 16, 8, 1),
+        ([1000] * 3, 2, 2),  # the third one would leave a core idle
+        ([1000] * 4, 2, 1),
+        ([1000], 1, 1),
+        ([0], 4, 4),
+    ],
+)
+def test_workers_have_threads_where_there_are_few_parts(sizes: list[int], workers: int, threads: int) -> None:
+    assert threads_of(sizes, workers) == threads
+
+
+def threads_here(_: int) -> tuple[str, str]:
+    return os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"]
+
+
+@pytest.mark.parametrize("engine", [Processes(2), RayTasks(2)])
+def test_an_engine_gives_its_workers_their_threads(
+    engine: Processes | RayTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    assert engine.workers == 2 and RayTasks(0).workers == 1
+    assert dict(engine.map(threads_here, range(3), tmp_path, 2)) == dict.fromkeys(range(3), ("2", "true"))
+    assert dict(engine.map(threads_here, range(3), tmp_path)) == dict.fromkeys(range(3), ("1", "false"))
+
+
+def test_a_text_of_one_shard_is_encoded_by_all_cores(texts: Path, tmp_path: Path, prepared: Path) -> None:
+    given = []
+
+    class Engine(Processes):
+        def map(self, work: Any, parts: Any, folder: Path, threads: int = 1) -> Any:
+            given.append(threads)
+            return super().map(work, parts, folder, threads)
+
+    prepare(settings_for(tmp_path / "out", texts, shard_tokens=1 << 20), engine=Engine(4))
+    assert given[-1] == 4

@@ -26,7 +26,14 @@ class Processes:
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
-    def map(self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path) -> Iterator[tuple[int, Result]]:
+    @property
+    def workers(self) -> int:
+        """Processes at the same time, at most."""
+        return self._workers
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path, threads: int = 1
+    ) -> Iterator[tuple[int, Result]]:
         """Yield each part's number and result; a worker that dies ends it all, and parts that are done stay."""
         if self._workers == 1 or len(parts) < 2:
             for number, part in enumerate(parts):
@@ -42,7 +49,7 @@ class Processes:
             for _ in range(min(self._workers, len(parts))):
                 ours, theirs = context.Pipe()
                 at_work[ours] = waiting.popleft()
-                processes.append(context.Process(target=_compute_what_comes, args=(theirs, work), daemon=True))
+                processes.append(context.Process(target=_compute_what_comes, args=(theirs, work, threads), daemon=True))
                 processes[-1].start()
                 # With this end open here, the death of the worker would not show at the other one.
                 theirs.close()
@@ -72,9 +79,9 @@ class Processes:
                 process.join()
 
 
-def _compute_what_comes(parts: Connection, work: Callable[[Part], Result]) -> None:
+def _compute_what_comes(parts: Connection, work: Callable[[Part], Result], threads: int) -> None:
     """Compute each part that comes, in a process of its own, until the pipe is closed."""
-    start_worker()
+    start_worker(threads)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             part: Part = parts.recv()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.core.data.encode import one_thread_a_worker
+from lockstep.core.data.encode import limit_threads
 from lockstep.core.data.engines.engine import Part, Result
 from lockstep.core.errors import UserError
 from lockstep.core.files.shared_folder import sees, sources_fingerprint, token
@@ -60,7 +60,14 @@ class RayTasks:
             self._ray.shutdown()
             self._ray = None
 
-    def map(self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path) -> Iterator[tuple[int, Result]]:
+    @property
+    def workers(self) -> int:
+        """Tasks at the same time, at most; 1 where Ray decides."""
+        return self._workers or 1
+
+    def map(
+        self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path, threads: int = 1
+    ) -> Iterator[tuple[int, Result]]:
         """Yield each part's number and result."""
         if not parts:
             return
@@ -78,7 +85,7 @@ class RayTasks:
                 while waiting or at_work:
                     while waiting and len(at_work) < self._places():
                         number = waiting.popleft()
-                        at_work[compute.remote(work, parts[number], place)] = number
+                        at_work[compute.remote(work, parts[number], place, threads)] = number
                     # A cluster grows and shrinks, so its size is asked for now and then.
                     for ref in ray.wait(list(at_work), timeout=10.0)[0]:
                         number = at_work.pop(ref)
@@ -149,9 +156,11 @@ class RayTasks:
                 return
 
 
-def _compute(work: Callable[[Part], Result], part: Part, place: tuple[str, str, str]) -> Result | UserError:
+def _compute(
+    work: Callable[[Part], Result], part: Part, place: tuple[str, str, str], threads: int
+) -> Result | UserError:
     """Compute a part in a worker of Ray; a UserError is returned, as Ray would wrap it in a traceback."""
-    one_thread_a_worker()
+    limit_threads(threads)
     try:
         _require_place(*place)
         return work(part)
