@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
+from lockstep.core.ray_signals import own_sigterm
 from lockstep.core.sweep.trial import POLL_SECONDS, RESTARTS, End, Job, supervise
 
 # Folder of the sweep for what Ray Tune keeps of a round; nothing is read from it, and it goes when the round ends.
@@ -90,13 +91,18 @@ class OnRay:
             ended(jobs[result.config["number"]], _end(result))
 
     def _start(self, ray: Any) -> None:
+        if not self.address:
+            # Ray's workers have a low priority, so that they leave a machine to its head and its user. Here they are
+            # the trials that the user waits for, as the processes of the local engine are.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         try:
-            ray.init(
-                address=self.address or "local",
-                include_dashboard=None if self.address else False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-            )
+            with own_sigterm():
+                ray.init(
+                    address=self.address or "local",
+                    include_dashboard=None if self.address else False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                )
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
             raise UserError(f"cannot reach {where}: {error}") from error

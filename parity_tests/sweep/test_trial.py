@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -195,6 +196,28 @@ def test_each_of_several_jobs_has_gpus_of_its_own(job: Job, monkeypatch: pytest.
 
 
 # Ray
+
+
+@pytest.mark.parametrize(("address", "niceness"), [("", "0"), ("auto", None)])
+def test_ray_starts_with_workers_of_usual_priority_and_leaves_sigterm(
+    address: str, niceness: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own workers give way to every other process, and its handler of SIGTERM prints a stack."""
+    name = "RAY_worker_niceness"
+    monkeypatch.setenv(name, "")  # so that the test's end takes it back
+    monkeypatch.delenv(name)
+    seen = []
+
+    def init(**given: object) -> None:
+        seen.append(os.environ.get(name))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        ray_engine.OnRay(Path(), address=address)._start(SimpleNamespace(init=init))
+        assert seen == [niceness] and signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_what_ray_reports_is_how_a_trial_ended() -> None:

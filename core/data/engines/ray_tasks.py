@@ -16,6 +16,7 @@ from lockstep.core.data.encode import limit_threads
 from lockstep.core.data.engines.engine import Part, Result
 from lockstep.core.errors import UserError
 from lockstep.core.files.shared_folder import sees, sources_fingerprint, token
+from lockstep.core.ray_signals import own_sigterm
 from lockstep.core.versions import version_of
 
 # A part that costs its worker this often is at fault itself: it needs more memory than there is, or crashes a library.
@@ -130,7 +131,7 @@ class RayTasks:
             try:
                 # Ray's workers look for modules first in the folder that this call is made in. From a folder of the
                 # user's they could load anybody's modules; from this one they load Lockstep.
-                with contextlib.chdir(_ABOVE_LOCKSTEP):
+                with contextlib.chdir(_ABOVE_LOCKSTEP), own_sigterm():
                     ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
             except Exception as error:
                 # No address, another version of Ray or Python, a wrong token, a machine that is too busy: for each Ray
