@@ -132,7 +132,8 @@ def read_catalog(
         on_bytes(done)
     if not columns.file:
         found = {"files": len(listing.files), **counts.content()}
-        raise UserError(f"no text in {listing.description}: {'; '.join(left_out_in_words(found))}")
+        left_out = "; ".join(left_out_in_words(found)) or "it has no records"
+        raise UserError(f"no text in {listing.description}: {left_out}")
     kept = _without_copies(listing, columns, counts, drop=rules.duplicates == "drop")
     file, start, stop, size = (
         np.frombuffer(of, dtype=of.typecode)[kept] for of in (columns.file, columns.start, columns.stop, columns.size)

@@ -31,8 +31,8 @@ class Journal:
         self.path, self._varied = folder / JOURNAL, varied
         self._studies: dict[str, Study] = {}
         require_file(self.path)
-        _mend(self.path)
         try:
+            _mend(self.path)
             self._storage = _open(self.path)
         except OSError as error:
             raise UserError(f"cannot open {self.path}: {error.strerror or error}") from error

@@ -98,7 +98,11 @@ def _read(run: RunDir, rule: Rule, failure: str) -> Outcome:
     made = coverage(run.checks_due(steps), checks, f"{CHECKS} has no line of it")
     if not made.is_enough:
         return Outcome(FAILED, value, why=made.words, **facts)
-    if value is None or not math.isfinite(value):
+    if value is None:
+        return Outcome(
+            FAILED, None, why=f"its record of step {steps} is missing, or has no loss to rank it by", **facts
+        )
+    if not math.isfinite(value):
         return Outcome(FAILED, None, why="its last loss is not finite", **facts)
     return Outcome(COMPLETE, value, **facts)
 

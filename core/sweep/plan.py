@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.config.file import dump_config
+from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import read_sealed_json, write_atomically, write_sealed_json
@@ -113,10 +113,21 @@ def check_folder(folder: Path, plan: Plan) -> bool:
         raise UserError(
             f"{folder} holds another sweep: {'; '.join(differ[:_NAMED])}{more}; name another folder (--out)"
         )
+    _require_config(folder / CONFIG, plan.config)
     trials = there.get("trials")
     if not isinstance(trials, int) or trials > plan.sampling.trials:
         raise UserError(f"{folder} holds {trials} trials, and {plan.sampling.trials} are asked for: trials only grow")
     return True
+
+
+def _require_config(path: Path, config: RunConfig) -> None:
+    """Raise UserError unless the configuration that trials are made from is there as it was written."""
+    try:
+        same = settings_of(load_config(path)) == settings_of(config)
+    except UserError as error:
+        raise UserError(f"{error.lines[0]}; put it back as it was written, or name another folder (--out)") from None
+    if not same:
+        raise UserError(f"{path} was changed after the sweep was made: put it back, or name another folder (--out)")
 
 
 def _differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.sweep.journal import JOURNAL
 from lockstep.core.sweep.outcome import COMPLETE, FAILED, MARKED, PRUNED
 from lockstep.core.sweep.plan import ABOUT, check_folder, write_plan
+from lockstep.core.sweep.plan import CONFIG as CONFIG_FILE
 from lockstep.core.sweep.results import RESULTS
 from lockstep.core.sweep.sweep import TRIALS, Sweep, check_points, ranking
 from lockstep.parity_tests.sweep.made_up import BEST, CONFIG, MadeUp, made, outcomes, plan
@@ -159,7 +160,52 @@ def test_one_process_writes_a_folder(tmp_path: Path) -> None:
         Sweep(tmp_path / "sweep", plan())
 
 
+# By how the configuration that trials are made from was harmed: its new text, and the words of the refusal.
+HARMED: dict[str, tuple[Callable[[str], str | None], str]] = {
+    "gone": (lambda text: None, "no such run file: .*config.toml"),
+    "no TOML": (lambda text: text[:-5] + "[", "config.toml"),
+    "another setting": (lambda text: text.replace("peak_lr", "peek_lr"), "did you mean optim.peak_lr"),
+    "another value": (lambda text: text.replace("steps = 20", "steps = 21"), "config.toml was changed after the sweep"),
+}
+
+
+@pytest.mark.parametrize("kind", HARMED)
+def test_a_configuration_that_was_harmed_is_refused_and_trials_stay(kind: str, tmp_path: Path) -> None:
+    """Without it no trial can be read, and a finished sweep would have lost all of them."""
+    of = plan("optim.peak-lr=1e-3,2e-3")
+    made(tmp_path / "sweep", of, MadeUp())
+    change, said = HARMED[kind]
+    config = tmp_path / "sweep" / CONFIG_FILE
+    text, results = change(config.read_text()), (tmp_path / "sweep" / RESULTS).is_file()
+    assert text != config.read_text()
+    config.unlink() if text is None else config.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        check_folder(tmp_path / "sweep", of)
+    assert len(error.value.lines) == 1 and "name another folder (--out)" in str(error.value)
+    assert (tmp_path / "sweep" / RESULTS).is_file() == results
+
+
+def test_a_trial_whose_last_record_is_lost_is_not_said_to_have_diverged(tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3,2e-3")
+    made(tmp_path / "sweep", of, MadeUp())
+    records = tmp_path / "sweep" / TRIALS / "trial_000" / "records.jsonl"
+    records.write_bytes(records.read_bytes()[:-9])
+    lost, whole = made(tmp_path / "sweep", of, MadeUp())
+    assert (lost.outcome.state, whole.outcome.state) == (FAILED, COMPLETE)
+    assert lost.outcome.why == "its record of step 20 is missing, or has no loss to rank it by"
+
+
 # The journal
+
+
+def test_a_journal_that_is_a_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_plan(tmp_path / "sweep", plan())
+    (tmp_path / "sweep" / JOURNAL).mkdir()
+    with pytest.raises(UserError, match=f"cannot open .*{JOURNAL}: Is a directory"):
+        Sweep(tmp_path / "sweep", plan())
+    # Its lock is given back.
+    (tmp_path / "sweep" / JOURNAL).rmdir()
+    Sweep(tmp_path / "sweep", plan()).close()
 
 
 def test_a_journal_that_a_kill_tore_goes_on(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import quoted
 from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.backends import is_built_in, open_candidate
 from lockstep.scripts.shared.interrupts import terminated_as_interrupted
 from lockstep.scripts.shared.needs import in_words
 from lockstep.scripts.shared.open_data import open_data
@@ -96,6 +97,7 @@ def main(argv: list[str]) -> int:
     check_folder(folder, plan)
     check_points(plan, options.config, given)
     _check_data(plan, options.config, given)
+    _check_backend(options.backend)
     write_plan(folder, plan)
     with Sweep(folder, plan) as sweep, terminated_as_interrupted():
         return _run(sweep, _engine(options, folder), options, argv)
@@ -151,6 +153,12 @@ def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
     """Raise UserError if the data is not there; where it is varied, each trial checks its own."""
     if not any(one.key.startswith("data.") for one in plan.sampling.varied):
         open_data(plan.config, file, given)
+
+
+def _check_backend(name: str) -> None:
+    """Raise UserError if somebody's own backend cannot be opened here: each trial would fail of it."""
+    if name and not is_built_in(name):
+        open_candidate(name)
 
 
 def _engine(options: SweepOptions, folder: Path) -> Engine:
