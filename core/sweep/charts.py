@@ -101,7 +101,11 @@ def against(trials: Sequence[Trial], one: Varied, found: Optimum | None, by: Var
     if found is not None:
         body += _optimum(found, x, y)
     for trial in sorted(there, key=lambda trial: list(STROKES).index(trial.outcome.state)):
-        body.append(_mark(trial, x.at(float(trial.point[one.key])), y, by))
+        at, loss = x.at(float(trial.point[one.key])), _shown_loss(trial)
+        body.append(_mark(trial, at, y, by))
+        if loss is not None and math.isfinite(loss) and loss > y.high:
+            left = at < sum(_X) / 2
+            body.append(text(at + (8 if left else -8), y.at(loss) + 4, f"↑ {loss:.2f}", "start" if left else "end"))
     return frame(x, y, one.key.replace("_", "-"), "loss", body)
 
 
@@ -145,7 +149,9 @@ def _optimum(found: Optimum, x: Axis, y: Axis) -> list[str]:
     if found.rate is not None and x.low <= found.rate <= x.high:
         at = x.at(found.rate)
         drawn.append(line([(at, TOP), (at, bottom)], "stroke:var(--c1);stroke-width:1.2;stroke-dasharray:5 4"))
-        drawn.append(text(at + 4, bottom - 6, f"optimum {number(found.rate, 3)}"))
+        label = f"optimum {number(found.rate, 3)}"
+        # On the side where there is room for it.
+        drawn.append(text(at + 4, bottom - 6, label) if at < sum(_X) / 2 else text(at - 4, bottom - 6, label, "end"))
     return drawn
 
 

@@ -55,3 +55,20 @@ def test_widths_have_their_optimum_against_the_width(tmp_path: Path) -> None:
     # The optimal peak-lr is the same at both widths, so the matrices' halves.
     rows = re.findall(r"<tr><td>(128|256)</td><td>([^<]*)</td><td>[^<]*</td><td>([^<]*)</td></tr>", text)
     assert rows == [("128", "0.003", "0.003"), ("256", "0.003", "0.0015")]
+
+
+def test_a_loss_beyond_the_chart_is_marked_with_its_value(tmp_path: Path) -> None:
+    """Its mark lies at the edge, where it would be read as a loss of the axis."""
+    rates = ",".join(f"{rate:g}" for rate in (*(1e-3 + 1e-4 * n for n in range(12)), 9e-2))
+    text = page_of(
+        tmp_path / "sweep",
+        plan(f"optim.peak-lr={rates}"),
+        MadeUp(loss=lambda config: 9.0 if config.optim.peak_lr == 9e-2 else 4 + config.optim.peak_lr),
+    )
+    assert re.findall(r">↑ ([^<]*)<", text) == ["9.00"]
+
+
+def test_labels_of_the_optimum_stay_in_the_chart(tmp_path: Path) -> None:
+    text = page_of(tmp_path / "sweep", plan("optim.peak-lr=1e-4,2e-4,4e-4,8e-4,1.6e-3,3e-3,4e-3"), MadeUp())
+    (x, anchor), *_ = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="([^"]*)">optimum', text)
+    assert float(x) > 260 and anchor == "end"
