@@ -10,7 +10,15 @@ from lockstep.scripts.studies import prepare
 from lockstep.scripts.studies.prepare_page import page
 
 SECONDS = {"read": 1.0, "tokenizer": 2.0, "encode": 4.0, "measure": 0.5}
-SIZE = {"size": 100, "seconds": SECONDS, "text": 100_000_000, "tokens": 3, "shards": 2, "peak": 300_000_000}
+SIZE = {
+    "size": 100,
+    "seconds": SECONDS,
+    "text": 100_000_000,
+    "tokens": 3,
+    "shards": 2,
+    "peak": 300_000_000,
+    "load": 2.5,
+}
 KILL = {"at": 1.0, "killed": True, "files": 3, "equal": True}
 RESULTS = {
     "versions": {"python": "3.11"},
@@ -18,18 +26,23 @@ RESULTS = {
     "sizes": [SIZE, {**SIZE, "size": 2000, "peak": 301_000_000}],
     "kinds": [{"kind": "txt", "size": 100, "seconds": 2.0, "text": 100_000_000, "peak": 40_000_000}],
     "documents": [{"peak": 40_000_000, "documents": 1000}, {"peak": 90_000_000, "documents": 1_001_000}],
-    "tokenizers": [{"text": 30_000_000, "ours": 10.0, "encode_batch": 15.0, "encode_batch_fast": 9.0}],
+    "tokenizers": [
+        {"size": 30, "text": 30_000_000, "shards": 3, "ours": 10.0, "encode_batch": 15.0, "encode_batch_fast": 9.0}
+    ],
+    "load": {"sizes": 3.0},
     "kills": {"seconds": 2.0, "shards": 9, "kills": [KILL, {**KILL, "equal": False}, {**KILL, "killed": False}]},
 }
 
 
 def test_the_page_says_what_was_measured():
     text = page(RESULTS)
-    assert "| 100 MB | 1.0 s | 2.0 s | 4.0 s | 7.5 s | 25.00 | 3 | 2 | 300 MB |" in text
+    assert "| 100 MB | 1.0 s | 2.0 s | 4.0 s | 7.5 s | 25.00 | 3 | 2 | 300 MB | 2.5 |" in text
     assert "| plain text, one document | 100 MB | 2.0 s | 50 | 40 MB |" in text
     assert "50 bytes a document" in text
+    assert "as a part began: sizes 3." in text and "| 30 MB | Lockstep, 3 shards to train on | 10.0 | 3.00 |" in text
     assert "1.50× (1.50 to 1.50)" in text and "0.90×" in text
     assert "2 of 3 folders" in text and "2 were killed before their end" in text
+    assert "Not measured yet: `--rows words`, `--rows sizes --sizes 500`." in text
     assert "## Beside" not in page({name: value for name, value in RESULTS.items() if name != "tokenizers"})
 
 

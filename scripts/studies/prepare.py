@@ -1,7 +1,7 @@
 """Measure `lockstep data prepare` at scale: speed and memory by the size of the source, kinds of files, kills.
 
     python -m lockstep.scripts.studies.prepare                    measures all; writes docs/results/prepare.json
-    python -m lockstep.scripts.studies.prepare --rows sizes       of it a part; earlier rows stay
+    python -m lockstep.scripts.studies.prepare --rows sizes --sizes 2000    of it a part; earlier rows stay
     python -m lockstep.scripts.studies.prepare --page             writes docs/results/prepare.md from it
 
 The text is made from Python's standard library: slices of its files, each with a line of its own before it, so that no
@@ -30,12 +30,13 @@ from typing import Any
 
 from lockstep.core.bench.files import read_results
 from lockstep.core.files.atomic import write_atomically
-from lockstep.scripts.studies.prepare_page import page
+from lockstep.scripts.studies.prepare_page import SIZES, page
 from lockstep.scripts.studies.repository import ROOT
 
 SUITE, SCHEMA = "prepare", 1
 FILE = ROOT / "docs/results/prepare.json"
-SIZES = (100, 500, 2000)
+# Text that is encoded beside plain `tokenizers`: of one shard, and of several for each core; and in how many turns.
+TURNS = {10: 3, 100: 2}
 KINDS = ("jsonl", "jsonl.gz", "parquet", "txt")
 MB = 10**6
 KILLS = 30
@@ -46,7 +47,7 @@ VOCABULARY = 4096
 
 def main(argv: list[str]) -> int:
     """Measure the rows, or write the page."""
-    measures: dict[str, Callable[[Path], Any]] = {
+    measures: dict[str, Callable[[Path, list[int]], Any]] = {
         "kills": measure_kills,
         "documents": measure_documents,
         "kinds": measure_kinds,
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=measures, default=list(measures))
+    parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=list(SIZES), help="MB, of sizes, words")
     parser.add_argument("--folder", type=Path, help="where text and shards lie meanwhile (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=FILE)
     parser.add_argument("--page", action="store_true", help="measure nothing: write the page beside the JSON")
@@ -67,7 +69,13 @@ def main(argv: list[str]) -> int:
     results |= {"schema": SCHEMA, "suite": SUITE, **_about()}
     with tempfile.TemporaryDirectory(prefix="lockstep-prepare-", dir=options.folder) as folder:
         for row in options.rows:
-            results[row] = measures[row](Path(folder))
+            load = os.getloadavg()[0]
+            found = measures[row](Path(folder), options.sizes)
+            if row in ("sizes", "words"):
+                kept = [one for one in results.get(row, []) if one["size"] not in options.sizes]
+                found = sorted([*kept, *found], key=lambda one: int(one["size"]))
+            results[row] = found
+            results.setdefault("load", {})[row] = round(load, 1)
             write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
             print(row, json.dumps(results[row]), flush=True)
     return 0
@@ -219,12 +227,12 @@ def encoded(source: str, tokenizer: str, way: str) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begun, "text": sum(len(text.encode()) for text in texts)}
 
 
-def measure_sizes(folder: Path) -> list[dict[str, Any]]:
+def measure_sizes(folder: Path, sizes: list[int]) -> list[dict[str, Any]]:
     """Prepare sources of each size, with a process a core, and a tokenizer that is trained."""
-    return _sizes(folder, None)
+    return _sizes(folder, sizes, None)
 
 
-def measure_words(folder: Path) -> list[dict[str, Any]]:
+def measure_words(folder: Path, sizes: list[int]) -> list[dict[str, Any]]:
     """Prepare sources of each size with a tokenizer of whole words, which is ten times as fast as one of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -234,24 +242,24 @@ def measure_words(folder: Path) -> list[dict[str, Any]]:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "words.json"))
-    return _sizes(folder, folder / "words.json")
+    return _sizes(folder, sizes, folder / "words.json")
 
 
-def _sizes(folder: Path, tokenizer: Path | None) -> list[dict[str, Any]]:
+def _sizes(folder: Path, sizes: list[int], tokenizer: Path | None) -> list[dict[str, Any]]:
     rows = []
-    for size in SIZES:
+    for size in sizes:
         source = write_lines(folder / "source", size * MB)
         out = folder / "out"
         given = None if tokenizer is None else str(tokenizer)
         found = run(f"prepared({str(source)!r}, {str(out)!r}, {os.cpu_count()}, {given!r})")
-        rows.append({"size": size, **found})
+        rows.append({"size": size, **found, "load": round(os.getloadavg()[1], 1)})
         print(rows[-1], flush=True)
         shutil.rmtree(source)
         shutil.rmtree(out)
     return rows
 
 
-def measure_kinds(folder: Path) -> list[dict[str, Any]]:
+def measure_kinds(folder: Path, _: list[int]) -> list[dict[str, Any]]:
     """Read one file of each kind and size for the catalogue."""
     rows = []
     for kind in KINDS:
@@ -264,7 +272,7 @@ def measure_kinds(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_documents(folder: Path) -> list[dict[str, Any]]:
+def measure_documents(folder: Path, _: list[int]) -> list[dict[str, Any]]:
     """Read as many bytes in few documents and in many."""
     rows = []
     for count in (10_000, 3_000_000):
@@ -277,24 +285,28 @@ def measure_documents(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_tokenizers(folder: Path) -> list[dict[str, Any]]:
-    """Encode 10 MB by Lockstep and by plain `tokenizers`, in turns."""
+def measure_tokenizers(folder: Path, _: list[int]) -> list[dict[str, Any]]:
+    """Encode the same text by Lockstep and by plain `tokenizers`, in turns."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    source, out = write_lines(folder / "little", 10 * MB), folder / "little-out"
     rows = []
-    for _ in range(3):
-        shutil.rmtree(out, ignore_errors=True)
-        ours = run(f"prepared({str(source)!r}, {str(out)!r}, {os.cpu_count()})")
-        ways = ("encode_batch", "encode_batch_fast")
-        plain = {
-            way: run(f"encoded({str(source)!r}, {str(out / 'tokenizer.json')!r}, {way!r})")["seconds"] for way in ways
-        }
-        rows.append({"text": ours["text"], "ours": ours["seconds"]["encode"], **plain})
-        print(rows[-1], flush=True)
+    for size, turns in TURNS.items():
+        source, out = write_lines(folder / "little", size * MB), folder / "little-out"
+        for _turn in range(turns):
+            shutil.rmtree(out, ignore_errors=True)
+            ours = run(f"prepared({str(source)!r}, {str(out)!r}, {os.cpu_count()})")
+            ways = ("encode_batch", "encode_batch_fast")
+            plain = {
+                way: run(f"encoded({str(source)!r}, {str(out / 'tokenizer.json')!r}, {way!r})")["seconds"]
+                for way in ways
+            }
+            rows.append({"size": size, "text": ours["text"], "ours": ours["seconds"]["encode"], **plain})
+            rows[-1]["shards"] = ours["shards"]
+            print(rows[-1], flush=True)
+        shutil.rmtree(source)
     return rows
 
 
-def measure_kills(folder: Path) -> dict[str, Any]:
+def measure_kills(folder: Path, _: list[int]) -> dict[str, Any]:
     """Kill all processes of preparations at random times, prepare again, and compare every byte."""
     source = write_lines(folder / "killed", MB // 2)
     command = [sys.executable, "-m", "lockstep", "data", "prepare", "--data.source", str(source)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MB = 1e6
+# Sources that are prepared, in MB.
+SIZES = (100, 500, 2000)
 _KINDS = {
     "jsonl": "JSON lines",
     "jsonl.gz": "JSON lines, gzipped",
@@ -19,11 +21,14 @@ def page(results: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     device = results["device"]
+    load = ", ".join(f"{part} {value:g}" for part, value in results.get("load", {}).items())
     lines = [
         "# Preparing data at scale",
         "",
         f"Measured by `python -m lockstep.scripts.studies.prepare`; made from [prepare.json](prepare.json) by the same "
-        f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. {results.get('beside', '')}".rstrip(),
+        f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. Other programs kept the cores busy "
+        "meanwhile, so seconds are more than those of a quiet machine; what is compared was measured in turns."
+        + (f" The machine's load as a part began: {load}." if load else ""),
         "",
         "The text is made from Python's standard library: slices of 0.5 to 20 kB of its files, each with a line of its "
         "own, so that no two documents are equal. MB are 10⁶ bytes of text. Memory is that of all processes together "
@@ -40,7 +45,18 @@ def page(results: dict[str, Any]) -> str:
     for name, part in parts.items():
         if name in results:
             lines += ["", *part(results[name])]
+    if missing := _missing(results, parts):
+        lines += ["", f"Not measured yet: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def _missing(results: dict[str, Any], parts: Iterable[str]) -> list[str]:
+    """Return the rows of the study that are not there, as `--rows` and `--sizes` name them."""
+    absent = [f"`--rows {name}`" for name in parts if name not in results]
+    for name in ("sizes", "words"):
+        there = {row["size"] for row in results.get(name, [])}
+        absent += [f"`--rows {name} --sizes {size}`" for size in SIZES if there and size not in there]
+    return absent
 
 
 def _sizes(rows: list[dict[str, Any]]) -> list[str]:
@@ -64,8 +80,8 @@ def _words(rows: list[dict[str, Any]]) -> list[str]:
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| source | read | tokenizer | encode | all | encode, MB/s | tokens | shards | peak memory |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| source | read | tokenizer | encode | all | encode, MB/s | tokens | shards | peak memory | load |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         seconds = row["seconds"]
@@ -73,7 +89,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         cells += [f"{seconds[stage]:,.1f} s" for stage in ("read", "tokenizer", "encode")]
         cells += [f"{sum(seconds.values()):,.1f} s", f"{row['text'] / MB / seconds['encode']:.2f}"]
         cells += [f"{row['tokens']:,}", f"{row['shards']:,}", f"{row['peak'] / MB:,.0f} MB"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, str(row['load'])])} |")
     return lines
 
 
@@ -109,19 +125,23 @@ def _tokenizers(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Beside plain `tokenizers`",
         "",
-        f"{rows[0]['text'] / MB:.0f} MB, all cores, in {len(rows)} turns. Plain `tokenizers` has the texts in memory, "
-        "64 a call, and writes nothing. Lockstep starts its processes, reads the files again, packs, digests and "
-        "writes.",
+        "All cores, in turns. Plain `tokenizers` has the texts in memory, 64 a call, and writes nothing. Lockstep "
+        "starts its processes, reads the files again, packs, digests and writes.",
         "",
-        "| | seconds | MB/s | Lockstep's MB/s / it, by turn |",
-        "|---|--:|--:|--:|",
+        "| text | | median seconds | MB/s | Lockstep's MB/s / it, by turn |",
+        "|--:|---|--:|--:|--:|",
     ]
-    for name in ("ours", "encode_batch", "encode_batch_fast"):
-        seconds = statistics.median(row[name] for row in rows)
-        times = [row[name] / row["ours"] for row in rows]
-        spread = f"{statistics.median(times):.2f}× ({min(times):.2f} to {max(times):.2f})" if name != "ours" else ""
-        shown = "Lockstep, one process a core" if name == "ours" else f"`{name}`"
-        lines.append(f"| {shown} | {seconds:.1f} | {rows[0]['text'] / MB / seconds:.2f} | {spread} |")
+    for size in sorted({row["size"] for row in rows}):
+        turns = [row for row in rows if row["size"] == size]
+        shards = turns[0]["shards"]
+        ours = f"Lockstep, {shards} shard{'s' if shards > 1 else ''} to train on"
+        for name in ("ours", "encode_batch", "encode_batch_fast"):
+            seconds = statistics.median(row[name] for row in turns)
+            times = [row[name] / row["ours"] for row in turns]
+            spread = f"{statistics.median(times):.2f}× ({min(times):.2f} to {max(times):.2f})" if name != "ours" else ""
+            shown = ours if name == "ours" else f"`{name}`"
+            speed = turns[0]["text"] / MB / seconds
+            lines.append(f"| {size} MB | {shown} | {seconds:.1f} | {speed:.2f} | {spread} |")
     return lines
 
 
