@@ -32,6 +32,7 @@ CONTENDERS = (
     Contender("lockstep", "Lockstep, tokens in memory", f"{_OURS}:InMemory", ours=True),
     Contender("lockstep-ahead", "Lockstep, by its thread", f"{_OURS}:Ahead", ours=True),
     Contender("lockstep-mapped", "Lockstep, shards mapped", f"{_OURS}:Mapped", ours=True),
+    Contender("lockstep-mixture", "Lockstep, a mixture of three", f"{_OURS}:Mixture", ours=True),
     Contender("mmap", "mmap slices, NumPy alone", f"{_THEIRS}:Slices"),
     Contender("nanogpt", "nanoGPT's get_batch", f"{_THEIRS}:NanoGPT"),
     Contender("dataloader", "torch DataLoader, 8 workers", f"{_THEIRS}:TorchLoader"),

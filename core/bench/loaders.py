@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,18 @@ from numpy.typing import NDArray
 from lockstep.core.backend import Batch
 from lockstep.core.bench.made_up import RAW_NAME
 from lockstep.core.data.batches import train_batch
-from lockstep.core.data.dataset import TokenDataset
+from lockstep.core.data.dataset import TokenDataset, TokenSplit
 from lockstep.core.data.index import read_index
 from lockstep.core.data.loader import Prefetcher
-from lockstep.core.data.sampler import BlockSampler
+from lockstep.core.data.mixed import JoinedSplit, MixedSampler
+from lockstep.core.data.mixture_order import MixtureOrder
+from lockstep.core.data.sampler import BlockSampler, Sampler
+from lockstep.core.data.split import Split
 
 # Steps ahead of the trainer, the default of data.prefetch.
 _AHEAD = 2
+# Shares of the data sets of a mixture.
+_WEIGHTS = (Fraction("0.5"), Fraction("0.31"), Fraction("0.19"))
 
 
 class InMemory:
@@ -34,8 +40,8 @@ class InMemory:
 
     def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0, seed: int = 0) -> None:
         dataset = TokenDataset.open(folder, verify=self.verify, memory_limit_bytes=self.memory_limit_bytes)
-        self._split = dataset.split("train")
-        self._sampler = BlockSampler(seed, self._split.num_tokens, length)
+        self._split: Split = dataset.split("train")
+        self._sampler: Sampler = BlockSampler(seed, self._split.num_tokens, length)
         self._sequences, self._length, self._sample = sequences, length, sample
 
     def take(self, batches: int) -> None:
@@ -83,6 +89,17 @@ class Ahead(InMemory):
             for _ in ready:
                 pass
         self._sample += batches * self._sequences
+
+
+class Mixture(InMemory):
+    """The thirds of the tokens as three data sets, mixed by weights that are not equal."""
+
+    def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0, seed: int = 0) -> None:
+        super().__init__(folder, sequences, length, sample, seed)
+        assert isinstance(self._split, TokenSplit) and self._split.held is not None
+        thirds = [TokenSplit([third]) for third in np.array_split(self._split.held, 3)]
+        samplers = tuple(BlockSampler(seed, third.num_tokens, length) for third in thirds)
+        self._split, self._sampler = JoinedSplit(thirds), MixedSampler(MixtureOrder(_WEIGHTS, seed), samplers)
 
 
 class MappedTokenByToken:

@@ -128,7 +128,7 @@ def test_a_row_compares_each_way_with_each_peer():
     row = measured()["rows"][0]
     assert row["ratios"]["nanogpt"]["lockstep"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert row["contenders"]["nanogpt"]["tokens_per_second"] == pytest.approx(16 * 128 / 2e-4)
-    assert len(answers(row)) == 3 and answers(row)[0].startswith("lockstep: 1.00×")
+    assert len(answers(row)) == 4 and answers(row)[0].startswith("lockstep: 1.00×")
     assert answers({"status": "failed", "reason": "no room"}) == ["failed: no room"]
 
 

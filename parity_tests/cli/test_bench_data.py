@@ -19,7 +19,8 @@ def test_a_row_its_file_its_page_and_its_picture(lockstep: Lockstep, here: Path)
     assert "lockstep-mapped: " in done.out and "of nanogpt" in done.out
     found = json.loads((here / "bench_data.json").read_text())
     (row,) = found["rows"]
-    assert row["status"] == "measured" and set(row["contenders"]) == {"lockstep", "lockstep-mapped", "nanogpt"}
+    ours = {"lockstep", "lockstep-mapped", "lockstep-mixture"}
+    assert row["status"] == "measured" and set(row["contenders"]) == {*ours, "nanogpt"}
     assert set(found["first"]) == set(row["contenders"]) and len(found["resume"]["at"]) == 4
     assert str(here) not in json.dumps(found) and str(REPO) not in json.dumps(found)
     done = lockstep("bench", "data", "--page", "a page.md")

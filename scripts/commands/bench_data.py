@@ -38,7 +38,7 @@ class BenchData:
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
     """of 16x128, 64x1024, 512x1024: sequences × tokens of a batch"""
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
-    """who does not take part, of lockstep-ahead, lockstep-mapped, mmap, nanogpt, dataloader"""
+    """who does not take part, of lockstep-ahead, lockstep-mapped, lockstep-mixture, mmap, nanogpt, dataloader"""
     rounds: int = 15
     """turns of each that count"""
     seconds: float = 30.0
