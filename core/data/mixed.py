@@ -125,7 +125,14 @@ class MixedSampler(Sampler):
     @property
     def tokens(self) -> int:
         """Tokens of all sources."""
+        return self._all_tokens if self.ahead else self._count_tokens()
+
+    def _count_tokens(self) -> int:
         return sum(sampler.tokens for sampler in self.samplers)
+
+    @cached_property
+    def _all_tokens(self) -> int:
+        return self._count_tokens()
 
     @cached_property
     def ahead(self) -> bool:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.config.mixture import MOST_SOURCES
 from lockstep.core.data.permutation import permute
 from lockstep.core.errors import UserError
 
 # Sequences of a run whose starts are computed at once.
 _STRETCH = 4096
+# Stretches that are kept, 32 KiB each: two of each source of the largest mixture, whose own stretches take from them.
+_KEPT = 2 * MOST_SOURCES + 16
 
 
 class Sampler(ABC):
@@ -140,7 +143,7 @@ class BlockSampler(Sampler):
         return permute(indices, epochs, self.num_blocks, self.seed) * self.block_length
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=_KEPT)
 def _stretch(sampler: Sampler, sequence_length: int, number: int) -> NDArray[np.int64]:
     """Return the starts of the run's sequences from number * _STRETCH on, int64 (_STRETCH,), read-only.
 

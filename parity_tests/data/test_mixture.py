@@ -220,6 +220,11 @@ def test_a_source_s_blocks_are_placed_once_for_many_batches(monkeypatch):
     for first in range(0, 3 * 4096, 16):
         sampler.window_starts(24 * first, 16, 24)
     assert placed == [4096] * 4
+    # Also of the most sources: none is forgotten before its next samples.
+    sampler, _ = mixed(["1"] * 64, [24 * (5001 + number) for number in range(64)])
+    placed.clear()
+    sampler.window_starts(0, 3 * 4096, 24)
+    assert placed == [4096] * 64
 
 
 @pytest.mark.parametrize(
