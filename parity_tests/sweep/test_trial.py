@@ -202,7 +202,7 @@ def test_each_of_several_jobs_has_gpus_of_its_own(job: Job, monkeypatch: pytest.
 def test_ray_starts_with_workers_of_usual_priority_and_leaves_sigterm(
     address: str, niceness: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's own workers give way to every other process, and its handler of SIGTERM prints a stack."""
+    """Workers of Ray have a low priority otherwise, and its handler of SIGTERM prints a stack."""
     name = "RAY_worker_niceness"
     monkeypatch.setenv(name, "")  # so that the test's end takes it back
     monkeypatch.delenv(name)

@@ -2,6 +2,7 @@
 
 python -m lockstep.scripts.studies.sweep            what is missing, then the page
 python -m lockstep.scripts.studies.sweep --page-only  the page alone
+python -m lockstep.scripts.studies.sweep --pictures   pages of the sweeps in `folder`, in a headless Chromium
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import tyro
 
 from lockstep.core.sweep.results import RESULTS
+from lockstep.scripts.studies.browser import open_browser
 from lockstep.scripts.studies.repository import ROOT
 from lockstep.scripts.studies.tiny_workspace import write_workspace
 from lockstep.scripts.studies.wrong_above import LIMIT
@@ -37,6 +39,10 @@ COMMON = (
     *("--log.memory-every", "0", "--log.attention-logits-every", "0", "--log.spike-sigma", "0", "--threads", "1"),
 )
 MEDIAN = ("--pruner", "median")
+# The planted backend's file without the folders of the machine that made the page.
+_SHORT_PATHS = r"document.body.innerHTML = document.body.innerHTML.replace(/[^ >]*\/(parity_tests\/)/g, '$1')"
+# By picture: the sweep whose page it shows, the id of the section at its top, and its height.
+PICTURES = {"sweep.png": ("fault", "", 1750), "sweep_widths.png": ("widths", "widths", 560)}
 FOUND = (
     "The first run of `killed` found a race, which is mended: where the sweep was killed while a trial's process was "
     "still loading, the next call began a second one, and took its refusal (the run is being written) for a failure."
@@ -79,13 +85,17 @@ def _make(part: Part, workspace: Path, seed: int = 0) -> dict[str, Any]:
     words = ["sweep", "tiny.toml", *part.words, *COMMON, "--out", str(out)]
     begin, killed = time.perf_counter(), []
     draw = random.Random(seed)
+    # No trial is pruned before step 20, so each of them comes as far as this.
+    most = 18 if "--pruner" in words else 45
     process = _start(words, workspace)
     for trial in sorted(draw.sample(range(2, 10), part.kills)):
-        step = draw.randrange(5, 45)
+        step = draw.randrange(5, most)
         if _kill_trial(process, workspace / out / "trials" / f"trial_{trial:03d}", step):
             killed.append({"trial": trial, "step": step})
     if part.kills:
         time.sleep(draw.uniform(0, 5))
+        if process.poll() is not None:
+            raise SystemExit(f"{part.name}: the sweep ended before it could be killed")
         process.kill()
         process.wait()
         killed.append({"sweep": True})
@@ -128,6 +138,21 @@ def _processes(name: str) -> Iterator[int]:
             yield int(folder.name)
 
 
+def take_pictures(folder: Path) -> None:
+    """Write pictures of the sweeps' pages into docs/results. Raises SystemExit where a page's console complains."""
+    with open_browser() as browser:
+        browser.theme("light")
+        for name, (part, section, height) in PICTURES.items():
+            browser.size(1300, height)
+            browser.go((folder / "sweeps" / part / "sweep.html").as_uri())
+            browser.run(_SHORT_PATHS)
+            if section:
+                browser.run(f"document.getElementById('{section}').scrollIntoView()")
+            browser.picture(PAGE.parent / name)
+            if said := browser.complaints():
+                raise SystemExit(f"{part}: {said}")
+
+
 # The page
 
 
@@ -150,6 +175,7 @@ def page(found: Mapping[str, Any]) -> str:
         lines += ["## What was pruned", _pruned(parts[pruned[0]])]
     if "widths" in parts:
         lines += ["## Optimum against width", _widths(parts["widths"])]
+        lines.append("![The section of the sweep's page on widths](sweep_widths.png)")
     lines += ["## The commands", "\n".join(["```", *(f"lockstep {one['line']}" for one in parts.values()), "```"])]
     return "\n\n".join(map(_in_lines, lines)) + "\n"
 
@@ -226,8 +252,16 @@ def _pruned(one: Mapping[str, Any]) -> str:
 
 
 def _widths(one: Mapping[str, Any]) -> str:
+    tried = sorted({float(trial["settings"]["optim.peak_lr"]) for trial in one["trials"]})
+    at_end = [str(arm["width"]) for arm in one["arms"] if arm["learning_rate"]["best"] in (tried[0], tried[-1])]
     lines = [
-        "The matrices' learning rate is peak-lr × first width / width (`optim.base_width`).",
+        "The matrices' learning rate is peak-lr × first width / width (`optim.base_width`). Tried at each width: "
+        f"{', '.join(f'{rate:g}' for rate in tried)}."
+        + (
+            f" The best of width {', '.join(at_end)} is the last rate tried, so its optimum is not bounded."
+            if at_end
+            else ""
+        ),
         "| width | best trial's peak-lr | fitted optimum | 95 % interval | trials in the fit |\n|--:|--:|--:|---|--:|",
     ]
     for arm in one["arms"]:
@@ -239,8 +273,11 @@ def _widths(one: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def main(page_only: bool = False, folder: Path = Path("sweep_study")) -> None:
-    """Make the sweeps that the results lack, in `folder`, then write the page."""
+def main(page_only: bool = False, pictures: bool = False, folder: Path = Path("sweep_study")) -> None:
+    """Make the sweeps that the results lack, in `folder`, then write the page; or take pictures of what is there."""
+    if pictures:
+        take_pictures(folder.resolve())
+        return
     found = json.loads(ROWS.read_text()) if ROWS.exists() else {"parts": {}}
     if not page_only:
         found["machine"] = f"two cores of {_processor()} ({platform.system()})"
