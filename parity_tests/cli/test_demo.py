@@ -126,10 +126,10 @@ def test_the_story_is_short_and_fits_the_terminal(tmp_path: Path, width: int) ->
     assert len(lines) <= (36 if width < 80 else 30)
     assert [line for line in lines if len(line) > width and "  lockstep " not in line] == []
     text = " ".join(" ".join(lines).split())
-    assert "40 0.1500 0.1501 +0.0001" in text
+    assert "40 0.1500 0.1501 +0.000100" in text
     assert "honest: 2 of 2 checks agreed with-a-fault: 1 of 2 checks agreed" in text
     assert "first bad step 1; origin: q_rope (forward, layer 0, at blocks.0.attn.q_rope, from its own input)" in text
-    assert "twin distance 2.94e+03, allowed ≤ 4.26: clean draws" in text
+    assert "twin distance 2,936; allowed ≤ 4.26 (clean draws)" in text
     assert f"lockstep parity lockstep-demo/demo.toml --candidate {faulty_backend()}" in text
 
 

@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from zipfile import ZipFile
+
+from packaging.requirements import Requirement
 
 from lockstep.parity_tests.repository import REPO
 
@@ -34,19 +38,19 @@ OWN = ("__init__.py", "__main__.py", "family.py", "honest.py", "py.typed")
 FORGOTTEN = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
 
 
-def run(*command: object, cwd: Path, code: int = 0) -> str:
-    """Run a command without what these tests have in their environment; return stdout and stderr in one.
+def run(*command: object, cwd: Path, code: int = 0, seconds: float = 300, **variables: str) -> str:
+    """Run a command without what these tests have in their environment, and with `variables`; return all it printed.
 
     Raises AssertionError with all that was printed unless the command ends with `code`.
     """
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env={name: value for name, value in os.environ.items() if name not in FORGOTTEN},
+        env={name: value for name, value in os.environ.items() if name not in FORGOTTEN} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=seconds,
     )
     assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
@@ -99,22 +103,55 @@ def shipped(tree: Path) -> dict[str, bytes]:
     return found
 
 
+def required(root: Path = REPO) -> set[str]:
+    """Return the distributions that `pip install .` brings: the dependencies without extras, and theirs in turn."""
+    lines = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    wanted, found = [Requirement(line) for line in lines], dict[str, set[str]]()
+    while wanted:
+        one = wanted.pop()
+        name = one.name.lower().replace("_", "-")
+        if name in found and one.extras <= found[name]:
+            continue
+        found[name] = found.get(name, set()) | one.extras
+        try:
+            theirs = distribution(name).requires or []
+        except PackageNotFoundError:  # an optional part of a dependency's that is not installed here
+            del found[name]
+            continue
+        wanted += [
+            needed
+            for needed in map(Requirement, theirs)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in {"", *one.extras})
+        ]
+    return set(found)
+
+
+def entries(name: str) -> dict[str, Path]:
+    """Return what a distribution has at the top of site-packages: packages, modules, libraries, its metadata."""
+    made = distribution(name)
+    tops = {file.parts[0] for file in made.files or ()} - {"..", "__pycache__"}
+    found = {top: Path(str(made.locate_file(top))) for top in tops}
+    return {top: path for top, path in found.items() if path.exists() and path.suffix != ".pth"}
+
+
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that has this one's packages, and Lockstep only if it is installed there."""
+    """A virtual environment with the packages that Lockstep requires, and with Lockstep if it is installed there."""
 
     folder: Path
 
     @classmethod
     def make(cls, folder: Path) -> Environment:
-        """Make one. A folder that a .pth file adds is searched, but its own .pth files are not read.
+        """Make one of links to this environment's packages; packages of extras, as the tests' own, are not among them.
 
         An editable install of Lockstep here is therefore not seen there.
         """
         venv.create(folder, symlinks=True)
         made = cls(folder)
-        places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        (made.packages / "dependencies.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+        for name in sorted(required()):
+            for top, path in entries(name).items():
+                if not (made.packages / top).exists():
+                    (made.packages / top).symlink_to(path)
         return made
 
     @property

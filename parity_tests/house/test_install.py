@@ -167,6 +167,23 @@ def test_planted_faults_and_run_files_are_found(environment: Environment, projec
     assert said.endswith(f"data/stdlib holds no prepared data; make it with: lockstep data prepare {file}\n")
 
 
+def test_what_no_dependency_brings_is_not_there(environment: Environment, project: Path) -> None:
+    """Else a command that imports a package of the tests' would pass here and fail for a user."""
+    assert "No module named 'hypothesis'" in run(environment.python, "-c", "import hypothesis", cwd=project, code=1)
+
+
+def test_the_demo_finds_its_fault_with_the_dependencies_alone(environment: Environment, tmp_path: Path) -> None:
+    """From an empty folder, in a terminal of 80 columns, where there is neither a compiler nor git."""
+    command = environment.folder / "bin/lockstep"
+    alone = {"PATH": str(command.parent), "COLUMNS": "80"}
+    # Two minutes of one core; other tests share the cores.
+    printed = run(command, "demo", "--no-open", cwd=tmp_path, seconds=1200, **alone).splitlines()
+    assert {"  honest: 3 of 3 checks agreed", "  with-a-fault: 0 of 3 checks agreed"} <= set(printed)
+    (report,) = [line.removeprefix("report: ") for line in printed if line.startswith("report: ")]
+    assert "q_rope" in Path(report).read_text(encoding="utf-8")
+    assert [line for line in printed if len(line) > 80 and not line.startswith(("  lockstep ", "report: "))] == []
+
+
 WHERE = """
 import core, lockstep.core.errors, scripts, sys
 print(*(module.__file__ for module in (core, lockstep, lockstep.core.errors, scripts)), sep="\\n")

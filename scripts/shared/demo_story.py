@@ -39,7 +39,7 @@ def print_losses(console: Console, honest: Trained, faulty: Trained) -> None:
     last = min(len(honest.losses), len(faulty.losses)) - 1
     for at in dict.fromkeys(round(share * last) for share in _SHOWN):
         (step, right), (_, wrong) = honest.losses[at], faulty.losses[at]
-        say(console, f"  {step:>4}  {right:>8.4f}  {wrong:>12.4f}  {wrong - right:>+10.4f}")
+        say(console, f"  {step:>4}  {right:>8.4f}  {wrong:>12.4f}  {wrong - right:>+10.6f}")
 
 
 def print_checks(console: Console, honest: Trained, faulty: Trained) -> None:
@@ -58,7 +58,7 @@ def print_checks(console: Console, honest: Trained, faulty: Trained) -> None:
     if origin.measures:
         worst = origin.worst
         limits = bounds(worst.low, worst.high)
-        say(console, f"  {worst.name.replace('_', ' ')} {worst.value:.3g}, allowed {limits}: {worst.basis}")
+        say(console, f"  {worst.name.replace('_', ' ')} {worst.value:,.4g}; allowed {limits} ({worst.basis})")
 
 
 def write_reports(folder: Path) -> Path:
