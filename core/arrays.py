@@ -16,7 +16,7 @@ class ReadsParts(Protocol):
     """Arrays by name that are read from elsewhere, a part at a time."""
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements start to stop of an array, row-major, as a flat array."""
+        """Return the elements start to stop of an array, row-major, as a flat array."""
         ...
 
 
@@ -71,7 +71,7 @@ class Scaled(Mapping[str, np.ndarray]):
         return self._times(name, part_of(self._arrays, name, slice(start, stop)))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """As in `HasShapes`."""
+        """See `HasShapes`."""
         return shape_of(self._arrays, name)
 
     def _times(self, name: str, value: np.ndarray) -> np.ndarray:

@@ -81,7 +81,7 @@ class ShowsState(Protocol):
     """A session that shows what it holds."""
 
     def state(self) -> State:
-        """As in `Session`."""
+        """See `Session`."""
         ...
 
 
@@ -111,7 +111,7 @@ class Loads(Protocol):
     """A session that takes a state over."""
 
     def load(self, state: State) -> None:
-        """As in `Session`."""
+        """See `Session`."""
         ...
 
 
@@ -120,7 +120,7 @@ class RunsStages(Protocol):
     """A session that executes single stages."""
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """As in `Session`."""
+        """See `Session`."""
         ...
 
 
@@ -219,7 +219,7 @@ class Samples(Protocol):
     """A session that samples without a cache."""
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """As in `Session`."""
+        """See `Session`."""
         ...
 
 
@@ -228,7 +228,7 @@ class Evaluates(Protocol):
     """A session that scores held-out batches."""
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """As in `Session`."""
+        """See `Session`."""
         ...
 
 
@@ -333,7 +333,7 @@ class GivesEachItsOwn(Protocol):
     """A session of several ranks that can hand each of them what it holds, and no more."""
 
     def each_its_own(self) -> AbstractContextManager[None]:
-        """While it lasts, streams give rank 0 what all ranks have, and each rank its rows of what is cut over them."""
+        """Make streams give rank 0 what all ranks have, and each rank its rows of what is cut over them."""
         ...
 
 
@@ -351,7 +351,7 @@ class Describes(Protocol):
     """A backend that tells what is in force."""
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """As in `Backend`."""
+        """See `Backend`."""
         ...
 
 

@@ -30,6 +30,6 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """`text` with what is no visible character escaped as in Python's strings, and very long words cut short."""
+    """Return `text` with what is no visible character escaped as in Python's strings, and very long words cut short."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return _LONG_WORD.sub(lambda word: f"{word[0][:_HEAD]}…{word[0][-_TAIL:]}", shown)

@@ -201,7 +201,7 @@ def _next(found: Search) -> Candidate | None:
 
 
 def distance(one: Choices, other: Choices) -> int:
-    """In how many levers they differ."""
+    """Count the levers in which they differ."""
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 

@@ -20,13 +20,13 @@ WINDOWS = 16
 
 
 def windows(losses: Sequence[float], count: int = WINDOWS) -> np.ndarray:
-    """Means over `count` stretches of steps of about the same length; fewer where there are fewer steps."""
+    """Return the means over `count` stretches of steps of about the same length; fewer where there are fewer steps."""
     parts = np.array_split(np.asarray(losses, float), min(count, len(losses)))
     return np.array([part.mean() for part in parts])
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Root mean square of the differences."""
+    """Return the root mean square of the differences."""
     return float(np.sqrt(np.mean(np.square(one - other))))
 
 

@@ -159,7 +159,7 @@ SHOWS = "Bars: tokens a second of each contender at three sizes, time to the fir
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/results/bench_data.md, without its picture."""
+    """Return docs/results/bench_data.md, without its picture."""
     device, tokens = results["device"], results["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [

@@ -180,7 +180,7 @@ def _loader_bars(found: Mapping[str, Any]) -> Iterator[Bar]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/results/bench_ladder.md, without its picture."""
+    """Return docs/results/bench_ladder.md, without its picture."""
     device, config = results["device"], results["config"]
     model, train = config["model"], config["train"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())

@@ -77,7 +77,7 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 
 def remarks(rows: Iterable[Row], series: Series | None) -> list[str]:
-    """Why rows have no figure, one line each."""
+    """Explain why rows have no figure, one line each."""
     found = []
     for row in rows:
         result = result_of(series, row.name) if series else None
@@ -88,7 +88,7 @@ def remarks(rows: Iterable[Row], series: Series | None) -> list[str]:
 
 
 def about(series: Series) -> list[str]:
-    """Device, versions, model and measured rates, a line each."""
+    """Return the device, versions, model and measured rates, a line each."""
     device, floor = series["device"], series["floor"]
     told = {"driver": "driver {}", "power_limit_w": "power limit {:g} W", "sm_mhz": "SM clock up to {:g} MHz"}
     told |= {"memory_mhz": "memory clock up to {:g} MHz", "memory_mib": "{:,g} MiB"}

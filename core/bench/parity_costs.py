@@ -53,7 +53,7 @@ def _observed_bytes(names: list[str]) -> int:
 
 
 def array_bytes(found: Any) -> int:
-    """Bytes of all arrays inside dataclasses, mappings and sequences; one that stands there twice counts once."""
+    """Count the bytes of all arrays inside dataclasses, mappings and sequences, each array once."""
     return sum({id(array): array.nbytes for array in _arrays(found)}.values())
 
 
@@ -88,7 +88,7 @@ def evidence_bytes(config: RunConfig, sequences: int = 2) -> int:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """docs/results/bench_parity.md."""
+    """Return docs/results/bench_parity.md."""
     machine, versions = found["machine"], found["versions"]
     lines = [
         "# What a check costs",

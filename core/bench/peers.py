@@ -109,7 +109,7 @@ def check_comparable(config: RunConfig) -> None:
 
 
 def bound(one: RunConfig, other: RunConfig, step: int) -> float:
-    """By how much the losses of two honest contenders may differ after `step` steps, relative.
+    """Return how much the losses of two honest contenders may differ after `step` steps, relative.
 
     Each side has a rounding error of the loss. Under FP32 that of its longest sum of n terms, √n · 2⁻²⁴, which every
     token may share. Under bf16 a chain of 12 roundings a block, √(12·layers) · 2⁻⁹ a token, each token with its own:
@@ -292,7 +292,7 @@ METHOD = (
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/results/bench_peers.md: the summary first, then each model's rows."""
+    """Return docs/results/bench_peers.md: the summary first, then each model's rows."""
     device = results["device"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     where = device["name"] + (f", {device['cores']} cores, {device['threads']} threads" if "threads" in device else "")

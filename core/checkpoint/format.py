@@ -54,7 +54,7 @@ class PoisonedState(UserError):
 
 
 def folder_name(step: int) -> str:
-    """`step_000500`."""
+    """Return `step_000500`."""
     return f"step_{step:06d}"
 
 
@@ -65,7 +65,7 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders by step, oldest first. Nothing is verified."""
+    """Return the checkpoint folders by step, oldest first. Nothing is verified."""
     if not folder.is_dir():
         return []
     found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
@@ -180,7 +180,7 @@ class WritingState:
         self._state, self._folder = state, folder
 
     def not_finite(self) -> Sequence[str]:
-        """Nothing: a state that is handed over is kept as it is, in a capsule above all."""
+        """Do nothing: a state that is handed over is kept as it is, in a capsule above all."""
         return ()
 
     def wait(self) -> None:
@@ -232,7 +232,7 @@ def restore_checkpoint(folder: Path, restore: Restore) -> tuple[int, dict[str, A
 
 
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
-    """Its manifest, once every file is found to be what was written. Raises CorruptCheckpoint."""
+    """Return its manifest, once every file is found to be what was written. Raises CorruptCheckpoint."""
     manifest = _read_manifest(folder)
     for name, entry in manifest["files"].items():
         if not is_inside(name):

@@ -135,7 +135,7 @@ class _Tensors(Mapping[str, np.ndarray]):
         return len(self._names)
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements start to stop of a tensor, row-major, as a flat array; rows that hold none of them are not read."""
+        """Read the elements start to stop of a tensor, row-major, as a flat array; no other row is read."""
         shape = self.shape_of(name)
         if not shape:
             return self._stored.whole(self._kind, name).reshape(-1)[start:stop]

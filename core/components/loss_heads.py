@@ -80,7 +80,7 @@ class LossHead:
         return self.rows is _all_tokens
 
     def refusal(self, policy: PrecisionPolicy) -> str | None:
-        """Why it does not compute under a policy, or None if it does."""
+        """Explain why it does not compute under a policy; None if it does."""
         return self.because.format(policy=policy.name) if policy.operand in self.refuses else None
 
     def in_force(self, chunk: int, z_loss: float) -> str:

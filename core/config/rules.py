@@ -311,7 +311,7 @@ RULES = (
 
 
 def broken_rules(flat: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """(keys, what is wrong) of each rule that does not hold; rules whose keys are not all there are passed over."""
+    """Return (keys, what is wrong) of each rule that does not hold; a rule needs all of its keys."""
     broken = []
     for rule in RULES:
         if all(key in flat for key in rule.keys):

@@ -98,7 +98,7 @@ class RunConfig(Section):
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys. An empty one stays, as a value of its own.
+    """Flatten nested mappings into one, with dotted keys. An empty one stays, as a value of its own.
 
     whole: dotted keys whose value may be a mapping, and stays one.
     """

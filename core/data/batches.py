@@ -40,7 +40,7 @@ def train_batch(
 def eval_batches(
     split: Split, batch_size: int, sequence_length: int, count: int, end_of_text: int | None = None
 ) -> list[Batch]:
-    """`count` fixed batches: batch_size * count windows spread evenly over the whole split, in its order.
+    """Return `count` fixed batches: batch_size * count windows spread evenly over the whole split, in its order.
 
     The inputs of two windows overlap only where the split is too short to hold them all apart.
 
@@ -82,7 +82,7 @@ def batches_at(
 
 
 def documents_of(tokens: NDArray[np.int32], end_of_text: int) -> NDArray[np.int32]:
-    """Which of its window's documents each token belongs to: int32 of the shape (B, S) of `tokens`, from 0.
+    """Return the number of each token's document in its window, from 0: int32 of the shape (B, S) of `tokens`.
 
     The end of text belongs to the document that it ends. A window that begins within a document, or with an end of
     text, begins with number 0 all the same.

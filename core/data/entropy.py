@@ -42,7 +42,7 @@ class TokenCounts:
         self._pairs, self._of_pair = both[firsts], np.add.reduceat(counts, firsts) if both.size else counts
 
     def unigram_entropy(self) -> float:
-        """H(X) = -sum_x p(x) ln p(x) in nats, p being the share of x among the tokens.
+        """Return H(X) = -sum_x p(x) ln p(x) in nats, p being the share of x among the tokens.
 
         This is the smallest mean loss of a model that predicts without looking (Shannon 1948).
 
@@ -53,7 +53,7 @@ class TokenCounts:
         return _entropy_of_counts(self._of_token)
 
     def bigram_entropy(self) -> float:
-        """H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over all neighbours.
+        """Return H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over all neighbours.
 
         This is the smallest mean loss of a model that sees one token. As the counts are those of these very tokens,
         rare pairs make it lower than a model that never saw them could reach.

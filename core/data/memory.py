@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> int:
-    """Bytes that can be taken without swapping: what the kernel reports, within the container's limit.
+    """Return the bytes that can be taken without swapping: what the kernel reports, within the container's limit.
 
     Returns 0 where the system reports nothing; callers then take the way that needs no memory.
     """
@@ -22,7 +22,7 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Bytes that this process could have if it had the machine for itself; 0 where the system reports nothing.
+    """Return the bytes that this process could have by itself; 0 where the system reports nothing.
 
     The least of the machine's memory, the container's limit and the process's own (`ulimit -v`).
     """

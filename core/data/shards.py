@@ -86,7 +86,7 @@ def require_shard_name(name: object) -> None:
 
 
 def token_bytes_for(vocab_size: int) -> int:
-    """Bytes per token: 2 while every id below `vocab_size` fits in 16 bits, else 4."""
+    """Return the bytes per token: 2 while every id below `vocab_size` fits in 16 bits, else 4."""
     return 2 if vocab_size <= _LARGEST_SHORT_VOCABULARY else 4
 
 

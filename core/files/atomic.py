@@ -60,7 +60,7 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def links_out(folder: Path, but: str = "") -> Iterator[Path]:
-    """Symbolic links below `folder` that lead out of it. but: a folder of `folder` that is not entered."""
+    """Return the symbolic links below `folder` that lead out of it. but: a folder of `folder` that is not entered."""
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(place, name)

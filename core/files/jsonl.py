@@ -98,7 +98,7 @@ class JsonLines:
 
 
 def sealed_line(value: Mapping[str, Any]) -> bytes:
-    """`value` as a line, with its checksum and newline; UTF-8."""
+    """Return `value` as a line, with its checksum and newline; UTF-8."""
     assert CHECKSUM not in value, "the checksum's own key"
     try:
         text = json.dumps(value, ensure_ascii=False).encode()
@@ -127,7 +127,7 @@ def scan_lines(path: Path) -> Iterator[Line]:
 
 
 def raw_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Each line that is whole, without its newline, and whether it is what was written; no object is made of it.
+    """Return each line that is whole, without its newline, and whether it is what was written; no object is made of it.
 
     A missing file has none. Raises UserError if the file cannot be read.
     """
@@ -165,7 +165,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def damage(path: Path, numbers: list[int]) -> str:
-    """`records.jsonl, line 7: damaged after it was written (…)`."""
+    """Return `records.jsonl, line 7: damaged after it was written (…)`."""
     one = len(numbers) == 1
     return (
         f"{path}, line{'' if one else 's'} {in_ranges(numbers)}: damaged after {'it was' if one else 'they were'} "
@@ -174,7 +174,7 @@ def damage(path: Path, numbers: list[int]) -> str:
 
 
 def in_ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers in words: `1, 4 to 6, 9`."""
+    """Return rising numbers in words: `1, 4 to 6, 9`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -15,7 +15,7 @@ def quoted(path: Path) -> str:
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this path, or None: Python raises errors of its own for such a path."""
+    """Explain why no file can have this path, or None: Python raises errors of its own for such a path."""
     if "\0" in text:
         return "a path holds no null characters"
     try:

@@ -52,7 +52,7 @@ def to_theirs(stored: Stored, ours: Callable[[str], np.ndarray]) -> np.ndarray:
 
 
 def to_ours(stored: Stored, theirs: np.ndarray, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
-    """Our parameters in their tensor, by name. shapes: of our parameters."""
+    """Return our parameters in their tensor, by name. shapes: of our parameters."""
     whole = theirs.T if stored.transposed else theirs
     begin = 0
     for name in stored.ours:

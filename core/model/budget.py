@@ -53,7 +53,7 @@ def _of_scores(operation: Operation, length: int) -> float:
 
 
 def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Forward FLOPs of one token's matrix products by the operation's tap: look-up, norms and biases have none."""
+    """Return forward FLOPs of one token's matrix products by the operation's tap, without look-up, norms, biases."""
     operations = graph_of(model).operations
     return {one.tap: flops for one in operations if (flops := one.flops_at(sequence_length))}
 
@@ -108,7 +108,7 @@ def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
 def mfu(
     model: ModelConfig, sequence_length: int, tokens_per_second: float, device: str, policy: str
 ) -> dict[str, float]:
-    """Model FLOP utilisation by convention against `peak_flops`; empty where the peak is not known."""
+    """Return the model FLOP utilisation by convention against `peak_flops`; empty where the peak is not known."""
     peak = peak_flops(device, policy)
     if peak is None:
         return {}
@@ -117,7 +117,7 @@ def mfu(
 
 
 def hfu(config: RunConfig, tokens_per_second: float, device: str) -> dict[str, float]:
-    """Hardware FLOP utilisation: as `mfu`, with what is computed again (`recomputed_flops_per_token`) counted too.
+    """Return hardware FLOP utilisation: as `mfu`, and counting what is computed again.
 
     Korthikanti et al. 2022 (arXiv 2205.05198), section 6.3. Empty where either the peak or that is not known.
     """

@@ -224,7 +224,7 @@ class Graph:
         }
 
     def shapes(self, batch: int, length: int) -> dict[str, Shape]:
-        """Shape of every tap and edge on `batch` sequences of `length` tokens."""
+        """Return the shape of every tap and edge on `batch` sequences of `length` tokens."""
         found = {tap: (batch, length, *one.width) for tap, one in self.by_tap.items()}
         for name, edge in self.edges.items():
             found[name] = edge.parameter.shape if edge.parameter else found[edge.tap or ""]

@@ -24,7 +24,7 @@ class GroupSettings:
 
 
 def group_settings(config: RunConfig, group: str) -> GroupSettings:
-    """Learning rate and decay of an optimizer group; biases share the gains' scale and do not decay.
+    """Return the learning rate and decay of an optimizer group; biases share the gains' scale and do not decay.
 
     Width rule: a matrix's rate × base_width / hidden, as Adam's under μP (Yang et al. 2022, arXiv 2203.03466, table 3).
     Batch rule: every rate × √(batch_size / base_batch) (Malladi et al. 2022, arXiv 2205.10287: Adam's noise).

@@ -40,12 +40,12 @@ def edge_names(model: ModelConfig) -> list[str]:
 
 
 def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape]:
-    """Shape of every tap and edge on `batch` sequences of `length` tokens."""
+    """Return the shape of every tap and edge on `batch` sequences of `length` tokens."""
     return graph_of(model).shapes(batch, length)
 
 
 def cancelled(model: ModelConfig) -> dict[str, str]:
-    """Biases whose gradient is 0 in exact arithmetic → the weight beside them.
+    """Map biases whose gradient is 0 in exact arithmetic to the weight beside them.
 
     A bias of keys that no position turns adds one number to all scores of a query, and softmax does not see it. The
     computed gradient is the rounding of a sum that cancels.
@@ -62,5 +62,5 @@ def in_fp8(config: RunConfig, operation: Operation) -> bool:
 
 
 def fp8_modules(config: RunConfig) -> frozenset[str]:
-    """Canonical names of the modules whose products the run computes in FP8."""
+    """Return the canonical names of the modules whose products the run computes in FP8."""
     return frozenset(filter(config.precision.is_fp8, graph_of(config.model).linears))

@@ -62,7 +62,7 @@ def windows_of(config: RunConfig, asked: Collection[str], rows: int, budget: flo
 
 
 def summed_edges(config: RunConfig, parts: Sequence[Window]) -> dict[str, frozenset[str]]:
-    """Gradients of parameters that a later window reads too: the edges there, whose gradients are to be added."""
+    """Return the edges of parameters that a later window reads too; their gradients are to be added."""
     found: dict[str, set[str]] = {}
     for one in graph_of(config.model, config.attention, config.loss).operations:
         for role, name in one.params.items():

@@ -59,7 +59,7 @@ def own_name(config: RunConfig) -> str:
 
 
 def micro_batches(config: RunConfig) -> list[int]:
-    """Powers of two up to 512 that divide a rank's part of the batch, and the configuration's own micro-batch."""
+    """Return powers of two up to 512 that divide a rank's part of the batch, and the configured micro-batch."""
     share = config.train.batch_size // config.train.ranks
     powers = {2**k for k in range(10) if share % 2**k == 0}
     return sorted(powers | {config.train.micro_batch_size})

@@ -85,7 +85,7 @@ class Estimate:
         return sum(count * (estimate.step_seconds or 0.0) for count, estimate in self.pieces) / 86400
 
     def cost(self, price: float) -> float | None:
-        """Dollars of all steps, at so many a GPU hour."""
+        """Return the dollars of all steps, at so many a GPU hour."""
         return None if self.days is None else self.days * 24 * price * self.config.train.ranks
 
 

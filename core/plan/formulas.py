@@ -132,7 +132,7 @@ class _Products:
     def backward(
         self, tape: Tape, name: str, into: int, out: int, own: bool, last: bool = True, narrow: bool = False
     ) -> None:
-        """From d_`name` to d_`name`.x and the weight's gradient.
+        """Describe the way from d_`name` to d_`name`.x and the weight's gradient.
 
         own: d_`name` is this layer's to free. last: so is the input, which others of the same input do not need.
         narrow: the input has the operand dtype, and d_`name`.x too.
@@ -165,7 +165,7 @@ class _Products:
 
 
 def attention(z: Sizes, masked: bool, normed_again: bool = False) -> Part:
-    """From the normed input to the output projection, without the residual sum.
+    """Describe the way from the normed input to the output projection, without the residual sum.
 
     normed_again: the norm before it is computed again.
     """
@@ -315,7 +315,7 @@ def _fused_attention(z: Sizes, kernel: Mapping[str, float], products: float, nor
 
 
 def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
-    """SwiGLU from the normed input to the down projection, without the residual sum.
+    """Describe SwiGLU from the normed input to the down projection, without the residual sum.
 
     normed_again: the norm before it is computed again. recomputed: so is this.
     """

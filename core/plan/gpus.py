@@ -54,7 +54,7 @@ class Gpu:
         return peak * self.shares.get(operand, self.shares["bf16"]) / self.in_a_step.get(operand, 1.0)
 
     def attention_rate(self, operand: str, kernel: str) -> float:
-        """FLOP/s that attention is taken to reach with this kernel, over forward and backward pass."""
+        """Return FLOP/s that attention is taken to reach with this kernel, over forward and backward pass."""
         share = self.attention.get(kernel, min(self.attention.values()))
         return self.peaks[operand] * share / self.in_a_step.get("attention", 1.0)
 

@@ -32,7 +32,7 @@ class Link:
 def parts_of(
     z: Sizes, graph: Graph, operations: Sequence[Operation], masked: bool, chosen: AbstractSet[str] = frozenset()
 ) -> list[Link]:
-    """Operations of the graph in their order, by part. chosen: the parts that are computed again."""
+    """Return the operations of the graph in their order, by part. chosen: the parts that are computed again."""
     found = []
     for name, group in groupby(operations, key=lambda one: (one.part, one.kind == "sum")):
         members = list(group)

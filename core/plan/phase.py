@@ -34,7 +34,7 @@ class Phase:
 
 
 def held(change: float) -> Phase:
-    """So many bytes allocated, or freed if negative."""
+    """Allocate so many bytes, or free them if negative."""
     return Phase(change, max(0.0, change))
 
 

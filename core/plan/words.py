@@ -50,7 +50,7 @@ def peak_words(estimate: Estimate) -> str:
 
 
 def memory_rows(estimate: Estimate) -> Rows:
-    """Components, what stays between steps, the peak, and what the device must have."""
+    """Return the components, what stays between steps, the peak, and what the device must have."""
     found, precision = estimate.memory, estimate.config.precision
     rows: Rows = [[name, gb(size)] for name, size in found.state.items()]
     if precision.plan.changed and estimate.config.compile.enabled:
@@ -113,7 +113,7 @@ def check_rows(config: RunConfig) -> Rows:
 
 
 def choice_table(config: RunConfig, found: Sequence[Choice]) -> tuple[list[str], Rows]:
-    """Headers and rows: GB needed by policy and micro-batch; brackets: as configured, !: does not fit."""
+    """Return headers and rows: GB needed by policy and micro-batch; brackets: as configured, !: does not fit."""
     micros = micro_batches(config)
     headers = ["computed again", *(str(micro) for micro in micros), "largest", "that divides", "tokens/s there"]
     rows: Rows = []

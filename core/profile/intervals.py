@@ -21,7 +21,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def intersection(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    """Instants that lie in both sets."""
+    """Return the instants that lie in both sets."""
     found: list[Span] = []
     i = j = 0
     while i < len(ours) and j < len(theirs):
@@ -36,14 +36,14 @@ def intersection(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
 
 
 def difference(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    """Instants of the first set that do not lie in the second."""
+    """Return the instants of the first set that do not lie in the second."""
     if not ours:
         return []
     return intersection(ours, gaps(theirs, (ours[0][0], ours[-1][1])))
 
 
 def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
-    """Instants of the window that do not lie in the set."""
+    """Return the instants of the window that do not lie in the set."""
     found: list[Span] = []
     at, end = window
     for start, stop in spans:
@@ -56,5 +56,5 @@ def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """How long the spans of a set are together."""
+    """Return how long the spans of a set are together."""
     return sum(stop - start for start, stop in spans)

@@ -74,7 +74,7 @@ def _unpacked(raw: bytes, path: Path) -> bytes:
 
 
 def events_of(listed: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Events with a duration, by their starts; of two that start together, the longer one first."""
+    """Return the events with a duration, by their starts; of two that start together, the longer one first."""
     found = [
         Event(
             str(one["name"]),

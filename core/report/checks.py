@@ -229,7 +229,7 @@ class Checks:
 
 
 def read_checks(path: Path, about: Json, notes: list[str]) -> Checks:
-    """All checks in `path`; none without a file. about: run.json.
+    """Return all checks in `path`; none without a file. about: run.json.
 
     Raises UserError that names a line that is intact and no check.
     """

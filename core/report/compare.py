@@ -108,7 +108,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def charts(runs: Sequence[Run], names: Sequence[str]) -> list[Json]:
-    """Overlaid curves, each with its values on every axis of `AXES`."""
+    """Return overlaid curves, each with its values on every axis of `AXES`."""
 
     def lines(of: Callable[[Run], Pairs], style: str = "line") -> list[Json]:
         return [

@@ -83,28 +83,28 @@ def charts(records: Records, config: Mapping[str, Any], entropies: Mapping[str, 
 
 
 def field(records: Records, name: str) -> Pairs:
-    """(step, value) of a field of the records."""
+    """Return (step, value) of a field of the records."""
     return [(r["step"], float(r[name])) for r in records if isinstance(r.get(name), int | float)]
 
 
 def metric(records: Records, name: str) -> Pairs:
-    """(step, value) of a metric, at the steps where it was due."""
+    """Return (step, value) of a metric, at the steps where it was due."""
     return _inner(records, "metrics", name)
 
 
 def host(records: Records, name: str) -> Pairs:
-    """(step, value) of what the machine gave, at the steps where it was due."""
+    """Return (step, value) of what the machine gave, at the steps where it was due."""
     return _inner(records, "host", name)
 
 
 def at_spikes(records: Records) -> Pairs:
-    """(step, loss) of each loss spike."""
+    """Return (step, loss) of each loss spike."""
     found = {step for step, _ in metric(records, SPIKE)}
     return [(step, loss) for step, loss in field(records, "loss") if step in found]
 
 
 def left_out(records: Records) -> Pairs:
-    """(step, 0) of each step that was left out because it is not finite."""
+    """Return (step, 0) of each step that was left out because it is not finite."""
     return [(r["step"], 0.0) for r in records if r.get("left_out") is not None or _fp16_left_out(r)]
 
 
@@ -114,7 +114,7 @@ def _fp16_left_out(record: Mapping[str, Any]) -> bool:
 
 
 def mfu(records: Records, name: str) -> Pairs:
-    """(step, value) of the model FLOP utilisation under one convention."""
+    """Return (step, value) of the model FLOP utilisation under one convention."""
     return _inner(records, "mfu", name)
 
 
@@ -124,7 +124,7 @@ def smoothing_steps(count: int) -> int:
 
 
 def smooth(pairs: Pairs, tau: int) -> Pairs:
-    """Exponential mean with a time constant of `tau` steps; non-finite values are passed over.
+    """Return the exponential mean with a time constant of `tau` steps; non-finite values are passed over.
 
     The time constant grows from 1 by a twentieth a step, so that it does not lag behind the steep start.
     """
@@ -173,7 +173,7 @@ def _inner(records: Records, outer: str, name: str) -> Pairs:
 
 
 def keys_of(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every key of the mappings, in the order in which they come."""
+    """Return every key of the mappings, in the order in which they come."""
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 

@@ -76,7 +76,7 @@ def figures(run: Run, checks: Checks) -> dict[str, Figure]:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Every setting by its dotted key, with those that a resume has changed; not the name."""
+    """Return every setting by its dotted key, with those that a resume has changed; not the name."""
     changed = run.about.get(CHANGED)
     flat = flatten(run.config) | (dict(changed) if isinstance(changed, Mapping) else {})
     return {key: value for key, value in flat.items() if key != "name"}

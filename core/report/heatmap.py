@@ -126,7 +126,7 @@ def _measure_planes(measure: MeasureCells, grid: _Grid, digits: int) -> list[Byt
 
 
 def number_planes(values: Floats, present: NDArray[np.bool_], digits: int) -> list[Bytes]:
-    """Exponent, low and high mantissa bytes of `values`, rounded to `digits` decimal digits (at most 4)."""
+    """Return the exponent, low and high mantissa bytes of `values`, rounded to `digits` decimal digits (at most 4)."""
     plain = present & np.isfinite(values) & (np.abs(values) > 1e-120) & (np.abs(values) < 1e120)
     safe = np.where(plain, values, 1.0)
     exponent = np.floor(np.log10(np.abs(safe))).astype(np.int64)
@@ -142,7 +142,7 @@ def number_planes(values: Floats, present: NDArray[np.bool_], digits: int) -> li
 
 
 def chain(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
-    """`place`, with stages that this version does not know at the end."""
+    """Return `place`, with stages that this version does not know at the end."""
     try:
         return place(stage, phase, layer)
     except KeyError:

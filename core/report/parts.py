@@ -23,7 +23,7 @@ def name(run: Run) -> str:
 
 
 def entropies(run: Run) -> dict[str, float]:
-    """Entropies of the validation data by label, where they are known."""
+    """Return the entropies of the validation data by label, where they are known."""
     data = section(run.about, "data")
     found = {label: data.get(f"val_{label}_entropy") for label in ("unigram", "bigram")}
     known = {k: v for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -184,7 +184,7 @@ def parity(heat: Mapping[str, Any] | None, checks: Checks) -> str:
 
 
 def choice(name: str, label: str, options: Sequence[str], chosen: str) -> str:
-    """Radio buttons of which one is chosen."""
+    """Return radio buttons of which one is chosen."""
     radios = "".join(
         f'<label><input type="radio" name="{name}" value="{option}"{" checked" if option == chosen else ""}>'
         f"<span>{option.replace('_', ' ')}</span></label>"

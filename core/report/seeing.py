@@ -77,7 +77,7 @@ def _named(steps: list[int]) -> str:
 
 
 def seconds(records: Records) -> dict[str, float]:
-    """Seconds of each part over all records, in the order of `PARTS`."""
+    """Return the seconds of each part over all records, in the order of `PARTS`."""
     sums = dict.fromkeys(PARTS, 0.0)
     for record in records:
         for part in PARTS:

@@ -14,13 +14,13 @@ _CONTROLS |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x20
 
 
 def esc(value: object) -> str:
-    """Any text as HTML text or attribute: no markup, control characters visible, no lone surrogates."""
+    """Return any text as HTML text or attribute: no markup, control characters visible, no lone surrogates."""
     text = str(value).encode("utf-8", "replace").decode("utf-8")
     return html.escape(text.translate(_CONTROLS), quote=True)
 
 
 def embed(value: Any) -> str:
-    """JSON that may stand inside <script>: ASCII, and no `<`, so nothing in it can end the element."""
+    """Return JSON that may stand inside <script>: ASCII, and no `<`, so nothing in it can end the element."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
@@ -50,7 +50,7 @@ def count(value: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 check`, `2 checks`."""
+    """Return `1 check`, `2 checks`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

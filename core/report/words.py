@@ -46,7 +46,7 @@ def where(key: RowKey | Mapping[str, Any]) -> str:
 
 
 def measured(measure: Measure) -> str:
-    """`excess 1.55, bound 0.75 to 1.33`, as HTML."""
+    """Return `excess 1.55, bound 0.75 to 1.33`, as HTML."""
     name = esc(measure.name.replace("_", " "))
     return f"{name} <b>{number(measure.value)}</b>, bound {interval(measure.low, measure.high)}"
 
@@ -61,7 +61,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def nearness(strain: float) -> str:
-    """How near its bound a value came, in words; a strain of 1 is the bound."""
+    """Tell in words how near its bound a value came; a strain of 1 is the bound."""
     if not math.isfinite(strain):
         return "beyond any bound"
     return f"{number(100 * strain, 2)} % of the way to its bound" if strain <= 1 else f"{number(strain, 3)} × its bound"

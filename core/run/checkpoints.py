@@ -99,7 +99,7 @@ class CheckpointPart:
         return True
 
     def collect(self) -> Iterator[Saved | str]:
-        """Nothing: rank 0 tells."""
+        """Do nothing: rank 0 tells."""
         yield from ()
 
     def finish(self) -> Iterator[Saved | str]:
@@ -180,7 +180,7 @@ class Checkpointer:
         return True
 
     def collect(self) -> Iterator[Saved | str]:
-        """Those that were finished since the last call, and in words those that the disk refused.
+        """Return those that were finished since the last call, and in words those that the disk refused.
 
         Raises UserError if that was the last one of a run, and PoisonedState.
         """
@@ -242,5 +242,5 @@ class Checkpointer:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files under a folder."""
+    """Return the bytes of all files under a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

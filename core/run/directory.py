@@ -171,7 +171,7 @@ class RunDir:
         self._configs.clear()
 
     def settled(self, config: RunConfig) -> RunConfig:
-        """`config` with what `auto` has stood for since this run was made in its place (core/config/auto.py)."""
+        """Return `config` with what `auto` has stood for since this run was made in its place (core/config/auto.py)."""
         return settled(config, config.device, self._info.get(ON_CPU, BEFORE))
 
     def update_info(self, **changes: Any) -> None:
@@ -364,7 +364,7 @@ class RunDir:
         return self.commit_checkpoint(pending, spare)
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders, oldest first. Nothing is verified."""
+        """Return the checkpoint folders, oldest first. Nothing is verified."""
         return list_checkpoints(self.path / CHECKPOINTS)
 
     def latest_checkpoint(self) -> Path | None:

@@ -43,7 +43,7 @@ def settings_at(info: Info, done: int | None = None) -> dict[str, str]:
 
 
 def values_of(info: Info, key: str, first: str) -> list[tuple[int, str]]:
-    """(after which step, value) of an elastic setting, oldest first, as each step of the run was made with it.
+    """Return (after which step, value) of an elastic setting, oldest first, as each step of the run was made with it.
 
     first: its value when the run was made. A later value does not hold for the steps before its resume, though
     `settings_at` has it everywhere.
@@ -66,13 +66,13 @@ def branch_of(info: Info) -> int:
 
 
 def before_left(info: Info, folder: str) -> Info:
-    """run.json as it was before the resume that left `folder` (branches/001) behind."""
+    """Return run.json as it was before the resume that left `folder` (branches/001) behind."""
     resumes = info.get("resumes", [])
     ends = [number for number, resume in enumerate(resumes) if resume.get(LEFT) == folder]
     return {**info, "resumes": resumes[: ends[0]]} if ends else info
 
 
 def in_words(resume: Mapping[str, Any]) -> str:
-    """`branch 2 from step 500: optim.peak_lr 0.003 → 0.0001`."""
+    """Return `branch 2 from step 500: optim.peak_lr 0.003 → 0.0001`."""
     changed = ", ".join(f"{key} {was} → {now}" for key, (was, now) in resume[VALUES].items())
     return f"branch {resume[BRANCH]} from step {resume['step']}: {changed}"

@@ -35,7 +35,7 @@ def write_info(path: Path, info: Mapping[str, Any]) -> None:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted key, as JSON has it."""
+    """Return every setting by its dotted key, as JSON has it."""
     settings: dict[str, Any] = json.loads(json.dumps(flatten(config.model_dump())))
     return settings
 

@@ -27,7 +27,7 @@ def launch_id() -> str | None:
 
 
 def restarts() -> int:
-    """How often torchrun, or Slurm, has started this launch's ranks anew."""
+    """Count how often torchrun, or Slurm, has started this launch's ranks anew."""
     return _count("TORCHELASTIC_RESTART_COUNT", "0") + _count("SLURM_RESTART_COUNT", "0")
 
 

@@ -97,7 +97,7 @@ class ConsoleSink:
         self._reason = reason
 
     def saved(self, saved: Saved) -> None:
-        """Nothing, unless training stood still for longer than a second."""
+        """Print nothing, unless training stood still for longer than a second."""
         if saved.wait_seconds > 1:
             self._print(f"step {saved.step}: training waited {saved.wait_seconds:.1f} s for the checkpoint")
 

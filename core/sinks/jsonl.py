@@ -33,7 +33,7 @@ class JsonlSink:
         self._run.append_saved(asdict(saved))
 
     def note(self, text: str) -> None:
-        """Nothing: notes are for people who watch."""
+        """Do nothing: notes are for people who watch."""
 
     def close(self) -> None:
-        """Nothing: the lines are written already."""
+        """Do nothing: the lines are written already."""

@@ -17,7 +17,7 @@ NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
 
 
 def count(value: float) -> str:
-    """Three significant digits with k, M, G: 6600 → 6.60k."""
+    """Format three significant digits with k, M, G: 6600 → 6.60k."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{_three(value / limit)}{unit}"
@@ -25,7 +25,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """2h 05m, 3m 20s, 12s."""
+    """Format seconds as 2h 05m, 3m 20s, 12s."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
@@ -65,7 +65,7 @@ def fitting(parts: Mapping[str, str], width: int) -> str:
 
 
 def verdicts(agreed: int, judged: int, skipped: int) -> str:
-    """`parity 3/3 agreed`, `parity 2/3 agreed, 1 skipped`; empty if no check was due yet."""
+    """Return `parity 3/3 agreed`, `parity 2/3 agreed, 1 skipped`; empty if no check was due yet."""
     parts = [f"parity {agreed}/{judged} agreed"] if judged else []
     if skipped:
         parts.append(f"{skipped} skipped" if judged else f"parity {skipped} skipped")
@@ -90,7 +90,7 @@ def check_line(check: Check) -> str:
 
 
 def headline(verdict: str, idle: Sequence[str]) -> str:
-    """`agreed; not exercised: document mask, clipping`. idle: levers that the agreement does not cover."""
+    """Return `agreed; not exercised: document mask, clipping`. idle: levers that the agreement does not cover."""
     said = f"; not exercised: {', '.join(idle)}" if idle and verdict == "agreed" else ""
     return verdict.replace("_", " ") + said
 

@@ -13,11 +13,11 @@ class Sink(Protocol):
     """Takes what the loop yields, in the order in which it happens. Checks may come some steps late."""
 
     def record(self, record: StepRecord) -> None:
-        """One optimizer step is done."""
+        """Take a record: one optimizer step is done."""
         ...
 
     def check(self, check: Check) -> None:
-        """One checked step has its findings."""
+        """Take a check: one checked step has its findings."""
         ...
 
     def skipped(self, step: int, reason: str) -> None:
@@ -29,9 +29,9 @@ class Sink(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Something for the reader, in plain words."""
+        """Take something for the reader, in plain words."""
         ...
 
     def close(self) -> None:
-        """No more will come; a second call does nothing."""
+        """Close it: no more will come; a second call does nothing."""
         ...

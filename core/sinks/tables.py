@@ -80,7 +80,7 @@ def losses_to_know(vocab_size: int, entropies: Mapping[str, float]) -> Table:
 
 
 def where_the_time_went(seconds: Mapping[str, float]) -> Table:
-    """Seconds of a run by part (core/train/time_accounting.py), the largest first, with shares; the sum stands last."""
+    """Tabulate the seconds of a run by part (core/train/time_accounting.py), the largest first; the sum stands last."""
     total = sum(seconds.values())
     rows = sorted(seconds.items(), key=lambda item: -item[1])
     shown = [(part, f"{spent:.2f}", f"{spent / (total or 1):.1%}") for part, spent in (*rows, ("all", total))]

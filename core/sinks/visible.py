@@ -10,7 +10,7 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 
 
 def visible(text: str) -> str:
-    """`text` with every character that a terminal obeys as Python's strings escape it."""
+    """Return `text` with every character that a terminal obeys as Python's strings escape it."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -92,7 +92,7 @@ class WandbSink:
         self._log({STEP: saved.step, **seconds, "checkpoint/bytes": saved.bytes})
 
     def note(self, text: str) -> None:
-        """Nothing: W&B keeps numbers."""
+        """Do nothing: W&B keeps numbers."""
 
     def close(self) -> None:
         """Finish the W&B run; a second call does nothing."""

@@ -28,7 +28,7 @@ Amaxes = Mapping[str, tuple[float, ...]]
 
 
 def layers(config: RunConfig) -> list[str]:
-    """Canonical names of the linear layers with delayed scaling, in the order of the chain."""
+    """Return the canonical names of the linear layers with delayed scaling, in the order of the chain."""
     chosen = fp8_modules(config) if config.precision.fp8 == "delayed" else frozenset()
     return [name for name in graph_of(config.model).linears if name in chosen]
 

@@ -181,7 +181,7 @@ def _validation(data: RunData, step: int, spent: TimeAccounting) -> Validation |
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
-    """FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
+    """Return FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
     config = data.config
     metrics: dict[str, float] = {}
     if len(config.train.lengths) > 1:

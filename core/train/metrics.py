@@ -26,7 +26,7 @@ SPIKE = "spike/sigmas"
 
 
 def group_norms(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """L2 norm of each parameter group, and of the first and the last block (`blocks.0`, `blocks.11`).
+    """Return the L2 norm of each parameter group, and of the first and the last block (`blocks.0`, `blocks.11`).
 
     Each is the root of the sum of squares of its parameters' norms; a block's parameters are in a group as well.
     groups: parameter → group (core/model/names.py, `groups_of`).
@@ -40,7 +40,7 @@ def group_norms(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[s
 
 
 def outer_blocks(names: Iterable[str]) -> list[str]:
-    """`blocks.0` and the last block of parameters with these names; one of a model with one."""
+    """Return `blocks.0` and the last block of parameters with these names; one of a model with one."""
     layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
     return [f"blocks.{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
 

@@ -10,7 +10,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def process_memory() -> dict[str, float]:
-    """Bytes: `resident`, what of this process is in RAM now, and `peak`, the most since it began.
+    """Return bytes: `resident`, what of this process is in RAM now, and `peak`, the most since it began.
 
     Linux's getrusage counts on from the process that started this one, which may have been larger; /proc does not.
     Where there is no /proc, the peak alone.

@@ -10,7 +10,7 @@ from lockstep.core.config.schema import OptimConfig, TrainConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 1 to `total_steps`), before a group's factor.
+    """Return the learning rate of optimizer step `step` (from 1 to `total_steps`), before a group's factor.
 
     With W warm-up steps, T total steps, D steps of decay, r = `min_lr_ratio`, s the step::
 
@@ -57,7 +57,7 @@ def _left(optim: OptimConfig, done: float) -> float:
 
 
 def sequence_length(train: TrainConfig, step: int) -> int:
-    """Tokens a sequence of step `step` (from 1), by `train.curriculum`; beyond the last step, of the last one."""
+    """Return the tokens a sequence of step `step` (from 1), by `train.curriculum`; the last step's beyond it."""
     found = pieces(train.curriculum)
     if not found:
         return train.sequence_length
@@ -65,5 +65,5 @@ def sequence_length(train: TrainConfig, step: int) -> int:
 
 
 def batch_size(train: TrainConfig, step: int) -> int:
-    """Sequences of step `step`, over all ranks: `train.batch_size · train.sequence_length` tokens, as in every step."""
+    """Return the sequences of step `step`, over all ranks; every step has as many tokens."""
     return train.batch_size * train.sequence_length // sequence_length(train, step)

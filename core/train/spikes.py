@@ -56,7 +56,7 @@ MOST = 32
 
 
 def expected(steps: Sequence[int], losses: Sequence[float], step: int) -> tuple[float, float]:
-    """(loss expected at `step`, sigma) from the losses before it, as the module describes."""
+    """Return (loss expected at `step`, sigma) from the losses before it, as the module describes."""
     s, loss = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
     i, j = _pairs(len(s))
     trend = float(np.median((loss[j] - loss[i]) / (s[j] - s[i])))

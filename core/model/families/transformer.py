@@ -76,7 +76,7 @@ class _Block:
         return f"blocks.{self.layer}"
 
     def operations(self, stream: str) -> list[Operation]:
-        """From the residual stream's tap before it to `mlp_residual`."""
+        """Return the operations from the residual stream's tap before it to `mlp_residual`."""
         between = f"{self.at}.attn_residual"
         found = [norm(self.traits, self.model, "attn", self.layer, f"{self.at}.attn_norm", stream)]
         found += self._attention()

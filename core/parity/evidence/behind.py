@@ -60,7 +60,7 @@ class BehindStore(FolderStore):
         self._scratches: list[BehindStore] = []
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """As in `Store`: takes a tensor that is not written to any more, when there is room for it."""
+        """See `Store`: takes a tensor that is not written to any more, when there is room for it."""
         array = np.asarray(array)
         self._behind.submit(array, lambda: self._write(kind, name, array))
         self._raise_failure()
@@ -81,7 +81,7 @@ class BehindStore(FolderStore):
             raise self._failed
 
     def scratch(self) -> Self:
-        """As in `Store`."""
+        """See `Store`."""
         self._scratches.append(made := super().scratch())
         return made
 
@@ -92,22 +92,22 @@ class BehindStore(FolderStore):
         self._thread.shutdown()
 
     def names(self, kind: str) -> KeysView[str]:
-        """As in `FolderStore`."""
+        """See `FolderStore`."""
         self._wait()
         return super().names(kind)
 
     def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
-        """As in `FolderStore`."""
+        """See `FolderStore`."""
         self._wait()
         super().finish(documents)
 
     def move(self, folder: Path) -> None:
-        """As in `FolderStore`."""
+        """See `FolderStore`."""
         self._wait()
         super().move(folder)
 
     def flush(self) -> None:
-        """As in `FolderStore`."""
+        """See `FolderStore`."""
         self._wait()
         super().flush()
 

@@ -51,7 +51,7 @@ class LastingStore(NoStore):
             self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
 
     def arrays(self, kind: str) -> Arrays:
-        """As in `Store`: to be read when all of it is written; nothing if there is no folder."""
+        """See `Store`: to be read when all of it is written; nothing if there is no folder."""
         return {} if self._store is None else Stored(self._store, kind)
 
     @property

@@ -32,7 +32,7 @@ def is_large(config: RunConfig) -> bool:
 
 
 def return_large_blocks(config: RunConfig) -> None:
-    """On each of several ranks, where a check is large: have the C library give large blocks back as they are freed.
+    """Have the C library give large blocks back as they are freed, on each of several ranks, where a check is large.
 
     glibc raises the size of what it gives back up to 32 MiB, and keeps freed blocks below it among small ones that are
     still in use: on a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. On one rank

@@ -20,7 +20,7 @@ from lockstep.core.parity.judge.end_to_end import observations
 
 
 def observation_file(folder: Path, step: int) -> Path:
-    """`observations/step_000100.npz`."""
+    """Return `observations/step_000100.npz`."""
     return folder / f"step_{step:06d}.npz"
 
 
@@ -47,7 +47,7 @@ def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found
 
 
 def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, Observation]:
-    """Observations of the probe at the session's weights: by its own sketches, or from what it shows of its tensors.
+    """Observe the probe at the session's weights: by its own sketches, or from the tensors that it shows.
 
     Raises NotSupported if it can do neither.
     """

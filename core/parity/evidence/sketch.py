@@ -34,7 +34,7 @@ def hashed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def signs(start: int, count: int) -> np.ndarray:
-    """Signs of the coordinates start … start + count − 1 as int8, ±1; start may exceed 2³²."""
+    """Return the signs of the coordinates start … start + count − 1 as int8, ±1; start may exceed 2³²."""
     found = np.empty(count, np.int8)
     for where in stretches(count):
         n = np.arange(start + where.start, start + where.stop, dtype=np.uint64)
@@ -71,6 +71,6 @@ def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
 
 
 def lift(probe: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Sᵀ·probe: (K,) → an array of `shape` in the probe's dtype. ⟨S(x), p⟩ = ⟨x, Sᵀ·p⟩."""
+    """Return Sᵀ·probe: (K,) → an array of `shape` in the probe's dtype. ⟨S(x), p⟩ = ⟨x, Sᵀ·p⟩."""
     size = math.prod(shape)
     return np.resize(probe, size).reshape(shape) * _signs(0, size).reshape(shape)

@@ -188,7 +188,7 @@ class References:
 
 
 def in_words(differences: list[tuple[str, Any, Any]]) -> str:
-    """`loss 5.1 then, 5.2 now`."""
+    """Return `loss 5.1 then, 5.2 now`."""
     return ", ".join(
         f"another {key}" if key == "digest" else f"{key} {then!r} then, {now!r} now" for key, then, now in differences
     )

@@ -148,7 +148,7 @@ class Shadow:
         return len(self._waiting)
 
     def due(self, step: int) -> bool:
-        """Every `parity.every` steps, at step 1 and at the first step of this process."""
+        """Return True every `parity.every` steps, at step 1 and at the first step of this process."""
         return self._config.parity.due(step, self._first)
 
     def step(
@@ -366,7 +366,7 @@ class ShadowPart:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
-        """As rank 0's."""
+        """See rank 0's."""
         return self._config.parity.due(step, self._first)
 
     def step(
@@ -395,11 +395,11 @@ class ShadowPart:
         return LastingStore(lambda: FolderStore.join(folder, ranks.rank, ranks.count), self._writer, ranks.count)
 
     def collect(self) -> Iterator[Result]:
-        """Nothing: what comes back comes to rank 0."""
+        """Do nothing: what comes back comes to rank 0."""
         yield from ()
 
     def drain(self) -> Iterator[Result]:
-        """Nothing, as `collect`."""
+        """Do nothing, as `collect`."""
         yield from ()
 
     def __enter__(self) -> Self:

@@ -51,7 +51,7 @@ class Subject:
         return [stage for stage in self.stages().values() if stage.kind == kind]
 
     def shapes(self, stage: Operation) -> dict[str, tuple[int, ...]]:
-        """Shape of every floating input of a stage, and of its output under `out`."""
+        """Return the shape of every floating input of a stage, and of its output under `out`."""
         taps = probe_shapes(self.config.model, ROWS, LENGTH)
         params = parameter_shapes(self.config.model)
         of_inputs = {role: taps[tap] for role, tap in stage.reads.items()}
@@ -227,7 +227,7 @@ def attention(subject: Subject) -> Iterator[Form]:
 
 
 def within_documents() -> np.ndarray:
-    """Place of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
+    """Return the place of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
     return np.array([[list(row[:i]).count(row[i]) for i in range(LENGTH)] for row in DOCUMENTS], np.float64)
 
 

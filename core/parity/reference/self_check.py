@@ -59,7 +59,7 @@ class ReferenceCheck:
 
 
 def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
-    """`check_reference`; raises UserError that names what the reference gets wrong."""
+    """Call `check_reference`; raises UserError that names what the reference gets wrong."""
     check = check_reference(reference, config)
     if check.wrong:
         first, *others = check.wrong
@@ -73,7 +73,7 @@ def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
 
 
 def sound_reference(backend: Backend, config: RunConfig) -> Reference:
-    """`Reference.open` of one that judges itself first. Raises UserError that names what it gets wrong."""
+    """Open a reference that judges itself first. Raises UserError that names what it gets wrong."""
     return_large_blocks(config)
     opened = Reference.open(backend, config)
     try:
