@@ -351,7 +351,7 @@ class Positions(nnx.Module):
         return x_BSD + self.weight[...][places]
 
 
-class Head(nnx.Module):
+class HeadWeight(nnx.Module):
     """The untied head's weight (V, D); a tied one uses the embedding's."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
@@ -381,7 +381,7 @@ class Transformer(nnx.Module):
         self.position = None if traits.rotary else Positions(config.positions, config.hidden)
         self.blocks = nnx.List(Block(run, layer) for layer in range(config.layers))
         self.final_norm = NORMS[traits.norm](config.hidden, config.norm_eps)
-        self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
+        self.lm_head = None if config.tied else HeadWeight(config.vocab_size, config.hidden)
 
     def rope_of(self, length: int) -> tuple[Array, Array]:
         """Return cos and sin (S, E/2) of the first positions, in FP64."""

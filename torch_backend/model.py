@@ -337,7 +337,7 @@ class Positions(nn.Module):
         return x_BSD + F.embedding(places, self.weight)
 
 
-class Head(nn.Module):
+class HeadWeight(nn.Module):
     """The untied head's weight (V, D); a tied one uses the embedding's."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
@@ -372,7 +372,7 @@ class Transformer(nn.Module):
         self.position = None if traits.rotary else Positions(config.positions, config.hidden)
         self.blocks = nn.ModuleList(Block(run, layer) for layer in range(config.layers))
         self.final_norm = NORMS[traits.norm](config.hidden, config.norm_eps)
-        self.lm_head = None if config.tied else Head(config.vocab_size, config.hidden)
+        self.lm_head = None if config.tied else HeadWeight(config.vocab_size, config.hidden)
 
     def place_rope(self, device: torch.device) -> None:
         """Make the RoPE tables on a device: buffers in FP64, not part of the state."""

@@ -20,7 +20,7 @@ AT_A_TIME = 2**17
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadMemory:
     """saved: bytes from forward to backward pass. backward ends with the weight's gradient and that of the input.
 
     late: what follows the rest of the backward pass. Where table and head are one weight and the program is one, the
@@ -36,7 +36,7 @@ class Head:
     late: Phase = field(default_factory=Phase)
 
 
-def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
+def head(z: Sizes, loss: LossConfig, tied: bool) -> HeadMemory:
     """Return a run's head, from the final norm's output, (n, D) in the stream dtype, which is the caller's."""
     chosen = loss.chosen
     rows = chosen.rows(z.tokens, z.hidden, z.vocab, loss.chunk)
@@ -51,7 +51,7 @@ def head(z: Sizes, loss: LossConfig, tied: bool) -> Head:
     return _in_chunks(z, rows, math.ceil(z.tokens / rows), chosen.one_kernel)
 
 
-def _full(z: Sizes) -> Head:
+def _full(z: Sizes) -> HeadMemory:
     n, V = z.tokens, z.vocab
     logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
@@ -76,10 +76,10 @@ def _full(z: Sizes) -> Head:
     back.make(gradient=weight)
     back.free_if("wide", "narrow")
     back.free("grad", "x", "w", "logsumexp")
-    return Head(forward.there, forward.phase, back.phase, logits)
+    return HeadMemory(forward.there, forward.phase, back.phase, logits)
 
 
-def _full_narrow(z: Sizes) -> Head:
+def _full_narrow(z: Sizes) -> HeadMemory:
     """Whole logits in the operand dtype, by a plan of casts: those of a linear layer."""
     n, V = z.tokens, z.vocab
     wide, narrow = float(z.stream * n * V), float(z.operand * n * V)
@@ -108,10 +108,10 @@ def _full_narrow(z: Sizes) -> Head:
     back.free("narrow_g")
     back.make(d_x=float(z.kept("norm") * n * z.hidden))
     back.free("narrow_x")
-    return Head(forward.there, forward.phase, back.phase, narrow)
+    return HeadMemory(forward.there, forward.phase, back.phase, narrow)
 
 
-def _functional(z: Sizes) -> Head:
+def _functional(z: Sizes) -> HeadMemory:
     """`torch.nn.functional.cross_entropy` of whole logits, eager: it keeps log softmax, in FP32 at least."""
     n, V = z.tokens, z.vocab
     wide = float(max(4, z.logits) * n * V)
@@ -127,10 +127,10 @@ def _functional(z: Sizes) -> Head:
     back.make(d_x=float(z.stream * n * z.hidden))
     back.make(gradient=float(z.stream * V * z.hidden))
     back.free("d_logits", "x", "w")
-    return Head(forward.there, forward.phase, back.phase, wide)
+    return HeadMemory(forward.there, forward.phase, back.phase, wide)
 
 
-def _full_fused(z: Sizes, tied: bool) -> Head:
+def _full_fused(z: Sizes, tied: bool) -> HeadMemory:
     n, V = z.tokens, z.vocab
     logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
@@ -158,8 +158,8 @@ def _full_fused(z: Sizes, tied: bool) -> Head:
     late.free_if("wide", "logits", "grad")
     late.free("x")
     if tied and z.whole and (z.copies or not z.casts):
-        return Head(forward.there, forward.phase, back.phase, logits, late.phase)
-    return Head(forward.there, forward.phase, back.phase + late.phase, logits)
+        return HeadMemory(forward.there, forward.phase, back.phase, logits, late.phase)
+    return HeadMemory(forward.there, forward.phase, back.phase + late.phase, logits)
 
 
 def _narrowed(z: Sizes, rows: int) -> float:
@@ -220,7 +220,7 @@ def _gradient(tape: Tape, z: Sizes, rows: int) -> None:
     tape.free("scaled", "softmax", "is_target")
 
 
-def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
+def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
     """in_place: the gradient takes the logits' memory, and products add to the weight's gradient where it stands."""
     n, V = z.tokens, z.vocab
     logits, narrow = float(z.logits * rows * V), 0.0 if in_place else _narrowed(z, rows)
@@ -263,7 +263,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> Head:
     once = forward.phase
     # The other chunks move as much and hold no more.
     made = once.made + (chunks - 1) * (2 * logits + narrow + weight)
-    return Head(forward.there, Phase(once.net, once.peak, made), back.phase, logits)
+    return HeadMemory(forward.there, Phase(once.net, once.peak, made), back.phase, logits)
 
 
 def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool) -> None:
@@ -298,7 +298,7 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
     forward.free_if("before", "copies", "grad", "logits")
 
 
-def _of_library(z: Sizes, chosen: LossHead, rows: int) -> Head:
+def _of_library(z: Sizes, chosen: LossHead, rows: int) -> HeadMemory:
     """Return a library's head: operand-dtype gradients, or the weight's summed in FP32; logits of `rows` rows."""
     n, V = z.tokens, z.vocab
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
@@ -319,4 +319,4 @@ def _of_library(z: Sizes, chosen: LossHead, rows: int) -> Head:
     back.make(gradient=weight)
     back.free_if("d", "g")
     back.free("x", "w", "g_x", "g_weight", "losses")
-    return Head(forward.there, forward.phase, back.phase, logits)
+    return HeadMemory(forward.there, forward.phase, back.phase, logits)

@@ -18,10 +18,10 @@ from lockstep.core.run.layout import CHECKS, CONFIG, INFO, OBSERVATIONS, RECORDS
 _FOLDER = re.compile(r"branches/\d{3,}")
 
 
-class Branch(RunDir):
+class RunBranch(RunDir):
     """A run as it was before its resume number `number` cut it, to read.
 
-    Branch i holds what came after its `from_step`. Before that stands what the run had then: later resumes may have
+    RunBranch i holds what came after its `from_step`. Before that stands what the run had then: later resumes may have
     taken some of it into branches of their own, and the run itself holds the rest.
     """
 

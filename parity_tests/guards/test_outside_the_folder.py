@@ -20,7 +20,7 @@ from lockstep.core.files.lock import FolderLock
 from lockstep.core.parity.evidence.capsule import read_capsule
 from lockstep.core.parity.modes.rerun import initial_state
 from lockstep.core.report.build import build_report
-from lockstep.core.run.branches import Branch
+from lockstep.core.run.branches import RunBranch
 from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.guards.planted import CONFIG, planted_capsule, seal_capsule, seal_checkpoint
 from lockstep.parity_tests.report import fake_run
@@ -64,7 +64,7 @@ def test_a_capsules_about_names_the_files_of_a_capsule(tmp_path: Path, mine: Pat
 def test_a_branch_lies_in_its_run(path: str, tmp_path: Path) -> None:
     RunDir.create(tmp_path / "run", CONFIG, {"branches": [{"path": path, "from_step": 0}]}).close()
     with pytest.raises(UserError, match="which is no folder of a branch"):
-        Branch(RunDir.open(tmp_path / "run"), 1)
+        RunBranch(RunDir.open(tmp_path / "run"), 1)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", "..", ".x", "a b", "x" * 201, "x\n"])

@@ -7,7 +7,7 @@ import pytest
 from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.bisect import bisect_run
-from lockstep.core.run.branches import Branch
+from lockstep.core.run.branches import RunBranch
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.layout import CHECKPOINTS
 from lockstep.jax_backend.backend import JaxBackend
@@ -33,19 +33,19 @@ def steps_of(run):
 def test_it_holds_what_was_taken_away_and_what_stood_before(run):
     was = run.records()
     assert steps_of(set_back(run.path, 6)) == ([1, 2, 3, 4, 5, 6], [4])
-    assert steps_of(Branch(RunDir.open(run.path), 1)) == (list(range(1, 11)), [4, 8])
+    assert steps_of(RunBranch(RunDir.open(run.path), 1)) == (list(range(1, 11)), [4, 8])
     # Set back further: the first branch begins in what the second took away.
     after = set_back(run.path, 2)
     assert steps_of(after) == ([1, 2], [])
-    assert Branch(after, 1).records() == was
-    assert steps_of(Branch(after, 2)) == ([1, 2, 3, 4, 5, 6], [4])
+    assert RunBranch(after, 1).records() == was
+    assert steps_of(RunBranch(after, 2)) == ([1, 2, 3, 4, 5, 6], [4])
     assert (run.path / CHECKPOINTS).is_dir()
 
 
 def test_the_fault_that_was_rolled_back_is_found(run):
     after = set_back(run.path, 4)
     found = bisect_run(
-        Branch(after, 1),
+        RunBranch(after, 1),
         lambda step: run_batch(CONFIG, step),
         backend(GeluFrom7),
         JaxBackend(),
@@ -57,6 +57,6 @@ def test_the_fault_that_was_rolled_back_is_found(run):
 
 def test_a_branch_that_is_not_there(run):
     with pytest.raises(UserError, match="has no branch 1: it has none"):
-        Branch(run, 1)
+        RunBranch(run, 1)
     with pytest.raises(UserError, match="has no branch 3: it has 1 to 1"):
-        Branch(set_back(run.path, 5), 3)
+        RunBranch(set_back(run.path, 5), 3)

@@ -294,14 +294,14 @@ def open_run(
     path: Path, branch: int | None = None, reference_devices: int | None = None, reference_device: str | None = None
 ) -> tuple[RunDir, RunData]:
     """Open a run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
-    from lockstep.core.run.branches import Branch
+    from lockstep.core.run.branches import RunBranch
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import CONFIG
 
     if not path.is_dir():
         raise UserError(f"no such run: {path}")
     run = RunDir.open(path)
-    run = Branch(run, branch) if branch is not None else run
+    run = RunBranch(run, branch) if branch is not None else run
     run.read_through(lambda config: on_reference_devices(config, reference_devices, reference_device))
     data = open_data(run.config, path / CONFIG, {})
     made_with = run.info.get("data", {}).get("fingerprint")

@@ -31,8 +31,8 @@ from lockstep.torch_backend.ranks.process_groups import (
     IDLE,
     PATIENCE,
     Mark,
-    Marks,
     RankError,
+    RankProgress,
     join_group,
     meet,
     of_link,
@@ -55,7 +55,7 @@ DEVICE = "lockstep/device"
 _joined: Peers | None = None
 
 
-class Peers(Marks):
+class Peers(RankProgress):
     """This process among the ranks that torchrun launched; a `Ranks` of core/run/ranks.py.
 
     lost: why the ranks cannot go on, in words; None while they can. tells: whether this rank is the one to say so.

@@ -100,14 +100,14 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
 
 
 class Mark(NamedTuple):
-    """How far a rank is (`Marks.mark`)."""
+    """How far a rank is (`RankProgress.mark`)."""
 
     command: int
     phase: int
     what: str
 
 
-class Marks:
+class RankProgress:
     """Places in the store for how far each rank is, and for the last words of those that fail."""
 
     def __init__(self) -> None:
