@@ -8,6 +8,7 @@ house/test_slow_tests.py holds the table against the tests that are there.
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 TABLE = Path(__file__).with_name("slow_tests.toml")
 FOLDER = "parity_tests/"
 MARK = "slow"
+# Begins the properties by which a test reports what it did not run: the reason follows, the value is a count.
+NOT_RUN = "not run: "
 _COUNT = "lockstep_slow_tests_left_out"
 # The node ids that were collected, before any was deselected.
 COLLECTED = pytest.StashKey[tuple[str, ...]]()
@@ -117,10 +120,23 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how many tests were left out, also under pytest-xdist, which does not count them."""
-    for line in _lines():
+    for line in (*_lines(), *_not_run(terminalreporter)):
         terminalreporter.write_line(line)
 
 
 def _lines() -> Iterator[str]:
     if _left_out:
         yield f"{_left_out} slow tests left out; --all runs them, and {FOLDER}{TABLE.name} names what stands for each"
+
+
+def _not_run(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    """Yield a line that counts the commands of pages that bear a mark and were not run, by their reasons."""
+    counts = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()) if getattr(report, "when", "") == "call" else ():
+                if name.startswith(NOT_RUN):
+                    counts[name.removeprefix(NOT_RUN)] += value
+    if counts:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+        yield f"{counts.total()} commands of these pages were not run: {reasons}"

@@ -31,7 +31,7 @@ def test_the_page_of_settings_is_what_the_configuration_says() -> None:
         assert f"| `{key.rpartition('.')[2]}` |" in written
 
 
-@pytest.mark.parametrize("picture", ["idea.svg", "rooms.svg", "verdict.svg"])
+@pytest.mark.parametrize("picture", ["cost.svg", "idea.svg", "rooms.svg", "verdict.svg"])
 def test_a_picture_is_what_its_script_draws(picture: str) -> None:
     """Else: python -m lockstep.scripts.docs.pictures."""
     drawn = {file.name: text for file, text in pictures.pictures().items()}[picture]

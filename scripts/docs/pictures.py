@@ -1,21 +1,38 @@
 """Write the pictures of docs/pictures: `python -m lockstep.scripts.docs.pictures`.
 
 `idea.svg` explains candidate, twin and truth. `rooms.svg` shows the folders and which may import which. `verdict.svg`
-shows the terminal of a real check, from the recorded output in verdict.txt. Results have pictures of their own, which
-the studies make.
+shows the terminal of a real check, from the recorded output in verdict.txt; `--record` makes that check again and keeps
+what it printed. `cost.svg` shows the measured cost of checks, from docs/results/bench_parity.json. Other results have
+pictures of their own, which the studies make.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import io
+import json
+import os
+import re
 from html import escape
 from pathlib import Path
 
-from lockstep.scripts.docs.pages import PICTURES
+from lockstep.core.bench.bars import Bar, Panel, picture
+from lockstep.scripts.docs.pages import DOCS, PICTURES
 
 # Colours that can be distinguished in both schemes and by readers who see fewer of them (Okabe and Ito 2008).
 INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a", "#c8400a", "#b87400"
 RECORDED = PICTURES / "verdict.txt"
+# The check that verdict.svg shows. From the repository's root: the data of the quickstart must lie there.
+CHECK = (
+    "parity",
+    "configs/quickstart.toml",
+    "--steps",
+    "1",
+    "--candidate",
+    "parity_tests/faults/forward.py:RopeInBf16",
+)
+COSTS = DOCS / "results/bench_parity.json"
 
 
 def text(
@@ -144,6 +161,27 @@ def rooms() -> str:
     return drawing(900, 460, "The rooms and their imports", *parts)
 
 
+class _Terminal(io.StringIO):
+    """Keep what is printed, as a terminal that shows colours would get it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def record() -> str:
+    """Make the check of verdict.svg anew in a terminal of 80 columns; return the command and what it printed."""
+    from lockstep.scripts.cli import run
+
+    os.environ["COLUMNS"] = "80"
+    terminal = _Terminal()
+    with contextlib.redirect_stdout(terminal):
+        code = run(list(CHECK))
+    if code != 1:
+        raise SystemExit(f"the check ended with {code}; the planted fault makes it end with 1")
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)", "", terminal.getvalue())
+    return "\n".join([f"$ lockstep {' '.join(CHECK[:4])} \\", f"    {' '.join(CHECK[4:])}", printed])
+
+
 def verdict(recorded: str) -> str:
     """Draw a terminal with the recorded output, 80 columns wide."""
     from rich.console import Console
@@ -168,9 +206,30 @@ def verdict(recorded: str) -> str:
     return drawn[:begin] + drawn[end:]
 
 
+def cost(measured: str) -> str:
+    """Draw what checks cost the quickstart, by mode and by part, from the JSON of `lockstep bench parity`."""
+    found = json.loads(measured)
+    (modes,) = (model["modes"] for model in found["models"] if model["name"] == "quickstart")
+    added = [
+        Bar(name.replace(" N", f" {found['every']} steps"), 100 * mode["more"], f"+{mode['more']:.1%}", ours=True)
+        for name, mode in modes.items()
+        if mode["more"] > 0
+    ]
+    parts = [
+        Bar(name.replace(" every N", ""), steps, f"{steps:.3g} steps")
+        for name, steps in found["steps"].items()
+        if name != "training step"
+    ]
+    machine, versions = found["machine"], found["versions"]
+    below = f"quickstart on {machine['cores']} CPU cores, torch {versions['torch']}, jax {versions['jax']}"
+    panels = [Panel("Time added to a run", added), Panel("One part by itself, in training steps", parts)]
+    return picture("The cost of a check", below, panels)
+
+
 def pictures() -> dict[Path, str]:
     """Return every picture by its file."""
     return {
+        PICTURES / "cost.svg": cost(COSTS.read_text(encoding="utf-8")),
         PICTURES / "idea.svg": idea(),
         PICTURES / "rooms.svg": rooms(),
         PICTURES / "verdict.svg": verdict(RECORDED.read_text(encoding="utf-8")),
@@ -178,5 +237,9 @@ def pictures() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the pictures of docs/pictures.")
+    parser.add_argument("--record", action="store_true", help="make the check of verdict.svg anew (minutes)")
+    if parser.parse_args().record:
+        RECORDED.write_text(record(), encoding="utf-8")
     for file, drawn in pictures().items():
         file.write_text(drawn, encoding="utf-8")

@@ -24,7 +24,7 @@ HEAD = """\
 # Settings
 
 ```
-lockstep train configs/quickstart.toml --optim.peak-lr 1e-3 --train.steps 60
+lockstep train configs/quickstart.toml --name short --optim.peak-lr 1e-3 --train.steps 60
 ```
 
 Every setting can stand in a run file (`[optim]`, `peak_lr = 1e-3`) and on the command line (`--optim.peak-lr 1e-3`).
