@@ -140,7 +140,12 @@ def summary(rows: Sequence[Row]) -> str:
     parts = [f"{states[state]:,} {state}" for state in STATES if states[state]]
     bad = sum(row.verdict == "disagreed" for row in rows)
     said = f"{len(rows):,} run{'' if len(rows) == 1 else 's'}: {', '.join(parts)}"
-    return said + (f"; checks disagreed in {bad:,}" if bad else "")
+    said += f"; checks disagreed in {bad:,}" if bad else ""
+    return said + ("; ?: checks that could not tell, or were skipped" if any(map(_without_verdict, rows)) else "")
+
+
+def _without_verdict(row: Row) -> bool:
+    return verdicts(row.checks).endswith("?")
 
 
 def loss_text(value: float | None) -> str:

@@ -267,6 +267,8 @@ def in_process(command: Command) -> list[str] | None:
 def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int, str]:
     """Run a command in bash; return its exit code and all that it printed. One until Ctrl-C is ended by SIGINT."""
     paths = {"PATH": f"{folder / '.venv/bin'}:{os.environ['PATH']}", "PYTHONPATH": str(REPO / "src")}
+    # The first line of one until Ctrl-C comes through a pipe as soon as it is printed.
+    paths |= {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         ["bash", "-c", scaled(command.line)],
         cwd=folder,
@@ -276,6 +278,8 @@ def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell's background jobs ignore Ctrl-C, and so would all that they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     first = ""
     if command.until_interrupt:

@@ -8,7 +8,9 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lockstep.core.overview.columns import chosen, condition, in_order
 from lockstep.core.overview.differences import differing, named, told
 from lockstep.core.overview.find import find_runs
 from lockstep.core.overview.row import Row, read_row, rows_of_branches
+from lockstep.core.overview.table import summary, verdicts
 from lockstep.core.overview.tail import Tail, read_tail
 from lockstep.core.overview.verdicts import count_verdicts, overall
 from lockstep.core.report.checks import Checks
@@ -344,3 +347,10 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "not a file in a folder that is there" in refused(str(folder), "--page", "nowhere/x.html")
     assert cli.run(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no run below {tmp_path}\n"
+
+
+def test_the_mark_of_a_check_without_a_verdict_is_explained_where_it_stands(rows: list[Row]) -> None:
+    skipped = replace(rows[1], checks=Counter(agreed=1, skipped=2))
+    assert verdicts(skipped.checks) == "1✓ 2?"
+    assert summary([skipped]) == "1 run: 1 ended; ?: checks that could not tell, or were skipped"
+    assert summary([replace(skipped, checks=Counter(agreed=1))]) == "1 run: 1 ended"

@@ -53,8 +53,7 @@ class Parity:
     """who judges: torch, jax, hf (transformers' own model: logits, loss, every gradient, under fp32 and fp64),
     FILE.py:NAME or module:NAME"""
     capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
-    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep; what lies
-    there already is kept (step_000001-2)"""
+    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep"""
     quick: bool = False
     """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
     free_running: bool = False
