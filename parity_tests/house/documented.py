@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ REASONS = (
 # The programs whose names begin a command; a block that begins otherwise shows something else.
 PROGRAMS = ("bash", "lockstep", "mkdocs", "pip", "pipx", "pytest", "python", "torchrun", "uv")
 _BLOCK = re.compile(
-    r"<!-- (?P<mark>.*?) -->|^(?P<margin> *)```(?P<language>[\w-]*)[^\n]*\n(?P<fence>.*?)^(?P=margin)```"
+    r"^ *<!-- (?P<mark>[^\n]*?) -->|^(?P<margin> *)```(?P<language>[\w-]*)[^\n]*\n(?P<fence>.*?)^(?P=margin)```"
     r"|(?P<indented>(?:(?<=\n\n)|(?<=^)) {4}\S[^\n]*\n(?:(?: {4}[^\n]*)?\n)*)",
     re.M | re.S,
 )
@@ -222,8 +223,9 @@ def write_folder(folder: Path) -> Path:
     `my_texts` is there too, for pages that tell the reader to bring his own.
     """
     folder.mkdir(parents=True)
-    for name in ("docs", "parity_tests"):
-        (folder / name).symlink_to(REPO / name)
+    (folder / "parity_tests").symlink_to(REPO / "parity_tests")
+    for name in ("docs/examples", "docs/results/incident"):  # copies: a command of a page writes there
+        shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted((REPO / "configs").rglob("*.toml")):
         name = file.relative_to(REPO).as_posix()
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -264,13 +266,21 @@ def in_process(command: Command) -> list[str] | None:
     return words[1:] if words[0] == "lockstep" else None
 
 
+# A shell's background jobs ignore Ctrl-C, and so would all that they start.
+_BASH = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp("bash", ["bash", "-c", sys.argv[1]])
+"""
+
+
 def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int, str]:
     """Run a command in bash; return its exit code and all that it printed. One until Ctrl-C is ended by SIGINT."""
     paths = {"PATH": f"{folder / '.venv/bin'}:{os.environ['PATH']}", "PYTHONPATH": str(REPO / "src")}
     # The first line of one until Ctrl-C comes through a pipe as soon as it is printed.
     paths |= {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        ["bash", "-c", scaled(command.line)],
+        [sys.executable, "-c", _BASH, scaled(command.line)],
         cwd=folder,
         env=os.environ | paths | {"COLUMNS": "200"},
         stdin=subprocess.DEVNULL,
@@ -278,8 +288,6 @@ def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # A shell's background jobs ignore Ctrl-C, and so would all that they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     first = ""
     if command.until_interrupt:

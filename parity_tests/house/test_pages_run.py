@@ -121,7 +121,7 @@ x = 1
 
     lockstep plan b.toml   # why
 
-Text.
+Text, and a mark that is shown: `<!-- not run, takes hours -->`.
 
 <!-- not run, takes hours -->
 
