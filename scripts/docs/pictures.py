@@ -23,15 +23,9 @@ from lockstep.scripts.docs.pages import DOCS, PICTURES
 # Colours that can be distinguished in both schemes and by readers who see fewer of them (Okabe and Ito 2008).
 INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a", "#c8400a", "#b87400"
 RECORDED = PICTURES / "verdict.txt"
-# The check that verdict.svg shows. From the repository's root: the data of the quickstart must lie there.
-CHECK = (
-    "parity",
-    "configs/quickstart.toml",
-    "--steps",
-    "1",
-    "--candidate",
-    "parity_tests/faults/forward.py:RopeInBf16",
-)
+# The check that verdict.svg shows, from a folder in which `lockstep demo` has run.
+CHECK = ("parity", "lockstep-demo/demo.toml", "--steps", "1")
+CANDIDATE = "lockstep.parity_tests.faults.attention:RopeInBf16"
 COSTS = DOCS / "results/bench_parity.json"
 
 
@@ -175,11 +169,19 @@ def record() -> str:
     os.environ["COLUMNS"] = "80"
     terminal = _Terminal()
     with contextlib.redirect_stdout(terminal):
-        code = run(list(CHECK))
+        code = run([*CHECK, "--candidate", CANDIDATE])
     if code != 1:
         raise SystemExit(f"the check ended with {code}; the planted fault makes it end with 1")
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)", "", terminal.getvalue())
-    return "\n".join([f"$ lockstep {' '.join(CHECK[:4])} \\", f"    {' '.join(CHECK[4:])}", printed])
+    return f"$ lockstep {' '.join(CHECK)} \\\n    --candidate {CANDIDATE}\n{shortened(printed)}"
+
+
+def shortened(printed: str) -> str:
+    """Return the verdict, and the strain of the stages down to the last that is wrong."""
+    lines = printed.rstrip().split("\n")
+    first = next(at for at, line in enumerate(lines) if line.startswith("verdict: "))
+    last = max(at for at, line in enumerate(lines) if "wrong: " in line)
+    return "\n".join(["…", *lines[first : last + 1], "…", ""])
 
 
 def verdict(recorded: str) -> str:
