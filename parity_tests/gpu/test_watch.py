@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,9 +62,8 @@ def test_the_stand_in_for_the_fused_kernel_has_its_bits(beta2: float, amsgrad: b
         p, g, m, v, largest = (torch.randn(4096) * size for size in (1.0, 1e-3, 1e-3, 1e-6, 1e-6))
         state = [p, g, m, v.abs(), largest.abs()]
         sides = [[[x.clone().to(device)] for x in state] for device in ("cpu", "cuda")]
-        for kernel, device, (weights, grads, first, second, over) in zip(
-            (in_fp32(decoupled=True), torch._fused_adamw_), ("cpu", "cuda"), sides, strict=True
-        ):
+        kernels: list[Callable[..., Any]] = [in_fp32(decoupled=True), torch._fused_adamw_]
+        for kernel, device, (weights, grads, first, second, over) in zip(kernels, ("cpu", "cuda"), sides, strict=True):
             kernel(
                 weights, grads, first, second, over if amsgrad else [], [torch.tensor(float(number), device=device)],
                 lr=1e-3, beta1=0.9, beta2=beta2, weight_decay=0.1, eps=1e-8, amsgrad=amsgrad, maximize=False,

@@ -175,9 +175,9 @@ def test_what_no_dependency_brings_is_not_there(environment: Environment, projec
 def test_the_demo_finds_its_fault_with_the_dependencies_alone(environment: Environment, tmp_path: Path) -> None:
     """From an empty folder, in a terminal of 80 columns, where there is neither a compiler nor git."""
     command = environment.folder / "bin/lockstep"
-    alone = {"PATH": str(command.parent), "COLUMNS": "80"}
+    folder = str(command.parent)
     # Two minutes of one core; other tests share the cores.
-    printed = run(command, "demo", "--no-open", cwd=tmp_path, seconds=3600, **alone).splitlines()
+    printed = run(command, "demo", "--no-open", cwd=tmp_path, seconds=3600, PATH=folder, COLUMNS="80").splitlines()
     assert {"  honest: 3 of 3 checks agreed", "  with-a-fault: 0 of 3 checks agreed"} <= set(printed)
     (report,) = [line.removeprefix("report: ") for line in printed if line.startswith("report: ")]
     assert "q_rope" in Path(report).read_text(encoding="utf-8")

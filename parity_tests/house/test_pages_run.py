@@ -23,6 +23,7 @@ from lockstep.parity_tests.house.documented import (
     read_page,
     write_folder,
 )
+from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.slow_tests import NOT_RUN
 from lockstep.scripts.cli import run
 
@@ -176,7 +177,7 @@ def test_another_exit_code_and_a_line_that_is_not_printed_are_seen(line: str, fo
     shown = Command(line, ends=1, output=("…", "first bad step 1; origin: q_rope"))
     (tmp_path / ".venv/bin").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(documented.REPO)
+        patch.chdir(REPO)
         assert found in "\n".join(wrong(shown, tmp_path, capsys))
 
 
@@ -195,6 +196,6 @@ def test_most_commands_run() -> None:
 def test_a_smaller_run_file_keeps_its_steps() -> None:
     for name in documented.SMALLER:
         lines = set(documented.smaller(name, Path("text")).splitlines())
-        gone = [line for line in (documented.REPO / name).read_text().splitlines() if line not in lines]
+        gone = [line for line in (REPO / name).read_text().splitlines() if line not in lines]
         allowed = set(documented.SMALLER[name])
         assert {line.partition(" = ")[0] for line in gone} <= allowed

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.checkpoint.format import checkpoint_step
-from lockstep.core.run.branches import Branch
+from lockstep.core.run.branches import RunBranch
 from lockstep.core.train.schedule import learning_rate
 from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 from lockstep.parity_tests.repository import REPO
@@ -81,7 +81,7 @@ def test_nothing_of_the_first_line_is_lost(trained: Folder) -> None:
     config = (trained.path / "run" / "config.toml").read_bytes()
     assert trained.resume("run", *LOWER) == 0
     run = trained.run("run")
-    first = Branch(run, 1)
+    first = RunBranch(run, 1)
     assert first.records() == before
     assert [checkpoint_step(path) for path in first.checkpoints()] == [4, 8, 12]
     assert weights_of(first.checkpoints()[-1]) == last
@@ -146,13 +146,13 @@ def test_branches_of_a_branch_and_back_before_it(trained: Folder) -> None:
     assert (run.config.optim.peak_lr, run.config.optim.weight_decay) == (3e-3, 0.0)
     assert run.info["settings"] == {"optim.weight_decay": "0.0"}
     assert [r.get("branch") for r in run.records()] == [None] * 4 + [3] * 8
-    second = Branch(run, 2)
+    second = RunBranch(run, 2)
     assert second.config.optim.peak_lr == second.config_at(12).optim.peak_lr == 1e-4
     assert second.config_at(8).optim.peak_lr == 3e-3
     assert [r["lr"] for r in second.records()][8:] == [
         learning_rate(second.config.optim, s, STEPS) for s in range(9, 13)
     ]
-    assert Branch(run, 1).config.optim.peak_lr == 3e-3
+    assert RunBranch(run, 1).config.optim.peak_lr == 3e-3
 
 
 def test_more_steps_than_planned(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_more_steps_than_planned(trained: Folder, capsys: pytest.CaptureFixture[
     run = trained.run("run")
     assert [r["step"] for r in run.records()] == list(range(1, 17)) and run.info["finished"]
     assert [(b["from_step"], b["records"], b["checkpoints"]) for b in run.info["branches"]] == [(12, 0, [])]
-    assert len(Branch(run, 1).records()) == 12
+    assert len(RunBranch(run, 1).records()) == 12
 
 
 REFUSED = {
