@@ -25,7 +25,7 @@ INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a
 RECORDED = PICTURES / "verdict.txt"
 # The check that verdict.svg shows, from a folder in which `lockstep demo` has run.
 CHECK = ("parity", "lockstep-demo/demo.toml", "--steps", "1")
-CANDIDATE = "lockstep.parity_tests.faults.attention:RopeInBf16"
+CANDIDATE = "parity_tests/faults/attention.py:RopeInBf16"
 COSTS = DOCS / "results/bench_parity.json"
 
 
