@@ -1,6 +1,6 @@
-"""torch's fused AdamW as its CUDA kernel computes, on the CPU; on an H200 it gave the kernel's bits.
+"""torch's fused AdamW and Adam as their CUDA kernels compute, on the CPU.
 
-Bits were compared by `scripts/gpu_check.sh --only watch` (parity_tests/gpu/test_watch.py).
+On an H200 AdamW had the kernel's bits (parity_tests/gpu/test_watch.py); Adam with decay in the gradient had not all.
 """
 
 from __future__ import annotations
