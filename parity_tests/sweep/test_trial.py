@@ -133,7 +133,13 @@ def test_a_process_of_an_earlier_sweep_is_waited_for(job: Job, script: Callable[
 
 # Processes
 
-WAITS = "#!/bin/sh\ntrap 'exit 130' TERM\necho \"$OMP_NUM_THREADS $*\"\nwhile true; do sleep 0.02; done\n"
+# It writes once it listens: a test that waits for a line of it signals it no earlier.
+WAITS = """#!/bin/sh
+trap 'exit 130' TERM
+echo "$OMP_NUM_THREADS $*"
+if [ -n "$RECORD" ]; then printf '%s' "$RECORD" >> "$RECORDS"; fi
+while true; do sleep 0.02; done
+"""
 
 
 @pytest.fixture
@@ -149,9 +155,15 @@ def test_a_trial_that_falls_behind_is_stopped(job: Job, waits: None) -> None:
     earlier = tuple(Earlier("complete", 4.0, {10: 4.0}) for _ in range(4))
     rule = Rule("median", 20, 2, 2, 4, earlier)
     _run(job)
-    (Path(job.run) / "records.jsonl").write_bytes(sealed_line({"step": 10, "loss": 5.0, "metrics": {"val/loss": 5.0}}))
-    assert trial._train(replace(job, rule=rule), job.words, never) == (130, True)
-    assert trial._train(replace(job, rule=rule), job.words, never) == (130, True)
+    records = Path(job.run) / "records.jsonl"
+    records.unlink()
+    line = sealed_line({"step": 10, "loss": 5.0, "metrics": {"val/loss": 5.0}}).decode()
+    behind = replace(job, rule=rule, environment={"RECORD": line, "RECORDS": str(records)})
+    assert trial._train(behind, job.words, never) == (130, True)
+    # Its records remain: a process that goes on with it is stopped at once, maybe before it listens.
+    resumed = replace(job, rule=rule)
+    code, given_up = trial._train(resumed, job.resume, never)
+    assert given_up and code in (130, -signal.SIGTERM)
 
 
 def test_the_sweeps_end_stops_a_trial(job: Job, waits: None) -> None:
