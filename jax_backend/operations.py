@@ -475,6 +475,23 @@ def _scaled_dot_product_flash_attention_for_cpu(
     return top * (_as_operand(weights / top, operands) @ value), lse
 
 
+def _weights_and_scores_backward(
+    grad: Array, query: Array, key: Array, value: Array, bias: Array | None, out: Array, causal: bool,
+    scale: float | None, dropout: float, operands: str,
+) -> tuple[Array, Array, float]:  # fmt: skip
+    """Return the weights P, dS = P·(g·vᵀ − Σ g·out), both rounded as operands of products, and the scores' scale.
+
+    Shapes: grad, query, out (B, H, S, E); key (B, H, T, E), repeated for the query heads; value (B, G, T, E), G a
+    divisor of H; P and dS (B, H, S, T). Raises NotImplementedError under dropout.
+    """
+    if dropout:
+        raise NotImplementedError("dropout")
+    weights, _, factor = _weights(query, key, causal, bias, scale)
+    value = jnp.repeat(value, _heads(query, value), 1)
+    inner = grad @ value.swapaxes(-1, -2) - jnp.sum(grad * out, axis=-1, keepdims=True)
+    return _as_operand(weights, operands), _as_operand(weights * inner, operands), factor
+
+
 @operation
 def _scaled_dot_product_flash_attention_for_cpu_backward(
     grad_out: Array, query: Array, key: Array, value: Array, out: Array, logsumexp: Array, dropout_p: float,
@@ -485,13 +502,11 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
     operands: the dtype of P and dS in products, and in which torch's kernel sums the products of blocks of queries, or
     for dq of keys, each of them rounded before it is scaled.
     """
-    if dropout_p:
-        raise NotImplementedError("dropout")
     groups = _heads(query, key)
-    key, value = (jnp.repeat(x, groups, 1) for x in (key, value))
-    weights, _, factor = _weights(query, key, is_causal, attn_mask, scale)
-    inner = grad_out @ value.swapaxes(-1, -2) - jnp.sum(grad_out * out, axis=-1, keepdims=True)
-    ds, weights = _as_operand(weights * inner, operands), _as_operand(weights, operands)
+    key = jnp.repeat(key, groups, 1)
+    weights, ds, factor = _weights_and_scores_backward(
+        grad_out, query, key, value, attn_mask, out, is_causal, scale, dropout_p, operands
+    )
     length = query.shape[2]
     rows = next(size for least, size in QUERIES if length >= least) if operands else length
     dq = _in_blocks(ds, key, 1, KEYS if operands else key.shape[2], factor, operands)
@@ -518,13 +533,11 @@ def _flash_backward(
     scale: float | None, dropout: float, operands: str,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return the gradients of q, k and v. operands: the dtype of P and dS in products, which are summed in FP32."""
-    if dropout:
-        raise NotImplementedError("dropout")
     groups = _heads(query, key)
-    key, value = (jnp.repeat(x, groups, 1) for x in (key, value))
-    weights, _, factor = _weights(query, key, causal, bias, scale)
-    inner = grad @ value.swapaxes(-1, -2) - jnp.sum(grad * out, axis=-1, keepdims=True)
-    ds, weights = _as_operand(weights * inner, operands), _as_operand(weights, operands)
+    key = jnp.repeat(key, groups, 1)
+    weights, ds, factor = _weights_and_scores_backward(
+        grad, query, key, value, bias, out, causal, scale, dropout, operands
+    )
     dq = factor * (ds @ key)
     dk, dv = factor * (ds.swapaxes(-1, -2) @ query), weights.swapaxes(-1, -2) @ grad
     dk, dv = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2) for x in (dk, dv))
