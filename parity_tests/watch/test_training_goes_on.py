@@ -173,6 +173,28 @@ def test_a_step_that_a_scaler_leaves_out_is_not_judged() -> None:
     assert all(check.verdict == "agreed" and not check.not_judged for check in others), watcher
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scaler_that_unscales_inside_the_block_is_named(inside: bool) -> None:
+    """Gradients are read as the block begins: they must be those that the loss has."""
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watcher = watch(model, optimizer, reference=FP32, clip_norm=1.0)
+    (batch,) = batches(1)
+    loss = torch_loss(model, batch)
+    scaler.scale(loss).backward()
+    if not inside:
+        scaler.unscale_(optimizer)
+    with watcher.step(batch, loss):
+        if inside:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+    hint = "1024 times the right length, near 2^10: under a GradScaler call scaler.unscale_(optimizer) before the block"
+    assert watcher.verdict == ("disagreed" if inside else "agreed"), watcher
+    assert (hint in (watcher.checks[0].cause or "")) == inside
+
+
 def test_a_step_left_out_with_finite_gradients_disagrees() -> None:
     """Planted: the exception above is for gradients that are not finite alone."""
     model = Tagger()

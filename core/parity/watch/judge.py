@@ -379,13 +379,21 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
     middle = float(np.median(lengths))
     alike = max(abs(r / middle - 1) for r in lengths)
     if min(cosines) > 0.999 and abs(middle - 1) > 10 * max(alike, max(1 - c for c in cosines), 1e-4):
-        return f"{many}: right direction, {middle:.6g} times the right length"
+        return f"{many}: right direction, {middle:.6g} times the right length{_of_a_scaler(middle)}"
     if typical := typical_ratio(along):
         return f"{many}: {typical[0]:.3g} times the right length in the median, with a scatter of {typical[1]:.2g}"
     narrow = [name for name in broken if _in_bf16(step.grads[name])]
     if precision == "fp32" and narrow:
         return f"{_few(narrow)}: numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"
     return None
+
+
+def _of_a_scaler(factor: float) -> str:
+    """Explain a factor near a power of two from 2^4 on: a GradScaler's scale, to the rounding of FP16. Else empty."""
+    power = round(math.log2(factor))
+    if power < 4 or abs(factor / 2.0**power - 1) > 2.0**-8:
+        return ""
+    return f", near 2^{power}: under a GradScaler call scaler.unscale_(optimizer) before the block"
 
 
 def _in_bf16(gradient: np.ndarray) -> bool:
