@@ -209,6 +209,12 @@ def test_autocast_that_was_not_declared_is_named() -> None:
     assert "is autocast on" in str(watcher.checks[0].cause)
 
 
+def test_autocast_in_fp16_is_named() -> None:
+    watcher = train("gpt", "fp32", 1, during=lambda: torch.autocast("cpu", torch.float16))
+    assert watcher.verdict == "disagreed"
+    assert "no twin for FP16 autocast" in str(watcher.checks[0].cause)
+
+
 # Accumulation
 
 
@@ -344,14 +350,14 @@ def test_a_hard_coded_dtype_is_warned_of_once(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "lockstep.watch"):
         watcher = train(model=model, loss=wide_loss)
     assert watcher.verdict == "agreed", watcher
-    (text,) = [item for item in watcher.checks[0].not_covered if "hard-coded" in item]
+    (text,) = [item for item in watcher.checks[0].not_covered if "requests another dtype" in item]
     assert "HardCoded: arange (bfloat16)" in text and "HardCoded: to (float32)" in text
-    assert caplog.text.count("a dtype is hard-coded") == 1
+    assert caplog.text.count("requests another dtype") == 1
 
 
 def test_a_module_that_hard_codes_nothing_is_not_warned_of() -> None:
     watcher = train(steps=1, loss=wide_loss)
-    assert not any("hard-coded" in item for item in watcher.checks[0].not_covered)
+    assert not any("requests another dtype" in item for item in watcher.checks[0].not_covered)
 
 
 class Narrows(Gpt):

@@ -119,7 +119,7 @@ class OwnModule:
         if changed := _changed(model):
             uncovered.append(f"buffers that the forward changes, read after it: {', '.join(changed[:5])}")
         if mode.asked:
-            words = f"a dtype is hard-coded, where the truth keeps FP64: {in_words(mode.asked)}"
+            words = f"the truth stays in FP64 where the code requests another dtype: {in_words(mode.asked)}"
             uncovered.append(words)
             if words not in self._told:
                 log.warning("watch: %s", words)

@@ -362,7 +362,7 @@ def layer_in(name: str) -> int | None:
 
 
 def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: Precision) -> str | None:
-    """Name a common cause of the broken gradients, if there is one: a factor, or that they hold numbers of bf16."""
+    """Name a common cause of the broken gradients, if there is one: a factor, or a narrower format."""
     broken = [f.tap for f in findings if f.stage == "gradients" and not f.ok and f.tap in step.grads]
     lengths, cosines, along = [], [], []
     for name in broken:
@@ -382,9 +382,9 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
         return f"{many}: right direction, {middle:.6g} times the right length{_of_a_scaler(middle)}"
     if typical := typical_ratio(along):
         return f"{many}: {typical[0]:.3g} times the right length in the median, with a scatter of {typical[1]:.2g}"
-    narrow = [name for name in broken if _in_bf16(step.grads[name])]
-    if precision == "fp32" and narrow:
-        return f"{_few(narrow)}: numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"
+    for zeros, words in NARROW if precision == "fp32" else ():
+        if narrow := [name for name in broken if _is_narrow(step.grads[name], zeros)]:
+            return f"{_few(narrow)}: {words}"
     return None
 
 
@@ -396,12 +396,19 @@ def _of_a_scaler(factor: float) -> str:
     return f", near 2^{power}: under a GradScaler call scaler.unscale_(optimizer) before the block"
 
 
-def _in_bf16(gradient: np.ndarray) -> bool:
-    """Return whether FP32 numbers are all of bf16. By chance, 64 of FP32's own are so once in 2^1024 times."""
+# The last bits of an FP32 mantissa that are zero where a number came from a narrower format, and the cause to name.
+NARROW = (
+    (16, "numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"),
+    (13, "numbers of FP16 alone, as its products give: `watch` has no twin for FP16 autocast; bf16 has one"),
+)
+
+
+def _is_narrow(gradient: np.ndarray, zeros: int) -> bool:
+    """Return whether the last bits of all FP32 numbers are zero. By chance, 64 numbers are so once in 2^832 times."""
     numbers = gradient[gradient != 0]
     if gradient.dtype != np.float32 or numbers.size < 64:
         return False
-    return not (numbers.view(np.uint32) & 0xFFFF).any()
+    return not (numbers.view(np.uint32) & ((1 << zeros) - 1)).any()
 
 
 class Widened(Mapping[str, np.ndarray]):
