@@ -46,6 +46,7 @@ QUICK = {
     "fsdp, bf16": Expected(AGREED),
     "fsdp, mean of means": disagrees(1, "loss gradients"),
     "fsdp, part of a gradient": disagrees(2, "gradients", "in what rank 1 holds alone"),
+    "fsdp, part of a weight": disagrees(2, "weights", "rank 1: blocks.0.norm1.bias"),
     "fsdp, loss fails": Expected(f"{NOT_JUDGED} (RuntimeError: planted)"),
 }
 OTHERS = {
@@ -71,7 +72,9 @@ OTHERS = {
     "fsdp, one rank dropped": disagrees(1, "loss gradients"),
     "fsdp, bf16 declared as fp32": disagrees(1, "loss gradients"),
     "fsdp, rank 1 cannot send": Expected(f"{NOT_JUDGED} (rank 1: RuntimeError: planted)"),
-    "fsdp, rank 1 cannot read": Expected("agreed in 2 checks against your own module; moments between steps"),
+    "fsdp, rank 1 cannot read": Expected(
+        "agreed in 2 checks against your own module; weights and moments between steps"
+    ),
     "fsdp, rank 1 does not step": disagrees(2, "moments step_count update", "[0] on rank 1"),
 }
 

@@ -126,6 +126,13 @@ def part_of_a_gradient(own: nn.Module, rank: int, step: int) -> None:
         list(own.parameters())[3].grad.to_local().mul_(1.05)  # type: ignore[union-attr]
 
 
+def part_of_a_weight(own: nn.Module, rank: int, step: int) -> None:
+    """Change rank 1's part of one weight before the second step."""
+    if rank == 1 and step == 1:
+        with torch.no_grad():
+            list(own.parameters())[3].to_local().mul_(1.0001)  # type: ignore[attr-defined]
+
+
 def cannot_read(optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     """Rank 1's optimizer holds what cannot be copied, from the second step on."""
     if rank == 1 and step == 1:
@@ -186,6 +193,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp, clip by tensor": {"wrap": fsdp, "clip": clips_each_alone, "clip_norm": CLIP},
     "fsdp, eps": {"wrap": fsdp, "optimizer": partial(torch.optim.AdamW, eps=1e-3), "declared": {"eps": 1e-8}},
     "fsdp, part of a gradient": {"wrap": fsdp, "spoil": part_of_a_gradient},
+    "fsdp, part of a weight": {"wrap": fsdp, "during": part_of_a_weight},
     "fsdp, rank 1 cannot read": {"wrap": fsdp, "before": cannot_read},
     "fsdp, rank 1 does not step": {"wrap": fsdp, "before": does_not_step},
     "fsdp, one rank dropped": {"wrap": fsdp, "weigh": lambda _, loss: loss * (dist.get_rank() == 0)},

@@ -34,6 +34,7 @@ from lockstep.core.parity.watch.judge import Judge, Step
 from lockstep.core.parity.watch.library_rules import RULES, rule_of
 from lockstep.core.parity.watch.limits import Limits, Precision
 from lockstep.core.parity.watch.listen import Pending, listen, loss_of
+from lockstep.core.parity.watch.moved import around_the_update, digest, since_last_step
 from lockstep.core.parity.watch.observed import Observer
 from lockstep.core.parity.watch.snapshot import (
     Answer,
@@ -95,6 +96,7 @@ def watch(
     calibrate: int = 0,
     on_alarm: OnAlarm = "log",
     start: int = 0,
+    weights_change: bool = False,
     together: Ranks | None = None,
 ) -> Watcher:
     """Watch `model` (any torch module) and `optimizer` (one, or a sequence of them); return the watcher.
@@ -115,6 +117,8 @@ def watch(
         calibrate: the first so many checks only measure loss and gradients; their extremes with a margin become bounds.
         on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.
         start: steps done before the watcher's first, for a resumed run.
+        weights_change: the loop itself changes weights outside `optimizer.step()` (it normalizes or averages them).
+            Such changes are not judged then; else a check disagrees.
         together: the ranks that train the model with this one, each with a watcher of its own, for one judgement of
             all. Default: this rank judges alone.
 
@@ -130,7 +134,9 @@ def watch(
         model,
         [unwrapped(o) for o in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])],
         made,
-        Settings(every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start),
+        Settings(
+            every, precision, names, clip_norm, declared, rule, bounds, calibrate, on_alarm, start, weights_change
+        ),
         together,
     )
 
@@ -149,6 +155,7 @@ class Settings:
     calibrate: int
     on_alarm: OnAlarm
     start: int
+    weights_change: bool
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -204,7 +211,8 @@ class Watcher:
         self._reading = Reading(together)
         self._failed: Failed | None = None
         self._guard = Guard()
-        self._last: tuple[int, str] | None = None  # step, digest of the moments after it
+        # A step, the digest of the moments after it, and of each weight at its end.
+        self._last: tuple[int, str, Mapping[str, bytes]] | None = None
         self._judged = False  # whether any check judged gradients
         if isinstance(reference, ShowsStages):
             reference.attend(self._due)
@@ -324,8 +332,8 @@ class Watcher:
             started,
             uncovered,
         )
-        with self._guard.link(uncovered, "moments between steps"):
-            pending.between.extend(self._between(params, reading.at("between")))
+        with self._guard.link(uncovered, "weights and moments between steps"):
+            pending.between.extend(self._between(params, pending.params, reading.at("between")))
         if isinstance(self.reference, Observer) and (self._together is None or self._together.rank == 0):
             with self._guard.link(uncovered, "operations"):
                 pending.observed = self.reference.observe(pending.params, batch, self.precision, uncovered)
@@ -359,6 +367,7 @@ class Watcher:
         pending, failed = self._pending, self._failed
         self._drop()
         if (of_step := failed or pending) is None:
+            self._keep_for_the_next()
             return None
         number, uncovered, started = of_step.number, of_step.uncovered, of_step.started
         pending = pending if failed is None else None
@@ -403,9 +412,28 @@ class Watcher:
                     now = snapshot(params, [optimizer], self._reading.at("after"))
                     pending.before[i] = pending.before[i] or now
                     pending.after[i] = pending.after[i] or now
+        ended: dict[str, bytes] = {}
+        if not self.settings.weights_change and all(pending.before) and all(pending.after):
+            with self._guard.link(pending.uncovered, "weights around the update"):
+                read = self._reading.at("end")
+                found, ended = around_the_update(pending, lambda name: read("weights", name, params[name]))
+                pending.between.extend(found)
         self._last = None
-        if self.settings.every == 1 and all(pending.before) and all(pending.after):
-            self._last = (pending.number, _digest([after for after in pending.after if after is not None]))
+        if self._is_checked(pending.number + 1) and all(pending.before) and all(pending.after):
+            self._last = (pending.number, _digest([after for after in pending.after if after is not None]), ended)
+
+    def _keep_for_the_next(self) -> None:
+        """Keep digests of what an unchecked step left, where the next one is to be checked."""
+        self._last = None
+        if not self._is_checked(self.steps + 1):
+            return
+        with self._guard.link(Uncovered(), "weights and moments between steps"):
+            params, read = parameters_of(self._model), Reading(self._together).at("end")
+            left = [snapshot(params, [optimizer], read, gradients=False) for optimizer in self._optimizers]
+            ended: dict[str, bytes] = {}
+            if not self.settings.weights_change:
+                ended = {name: digest(read("weights", name, p)) for name, p in params.items()}
+            self._last = (self.steps, _digest(left), ended)
 
     def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
         """Put together what was read."""
@@ -461,7 +489,9 @@ class Watcher:
         findings += late
         uncovered.extend(uncovered_late)
         if self.settings.every > 1:
-            uncovered.append("optimizer state between checked steps (every=1 compares it)")
+            uncovered.append("weights and optimizer state between steps that are not checked (every=1 compares them)")
+        if self.settings.weights_change:
+            uncovered.append("weights that the loop changes outside optimizer.step() (weights_change=True)")
         judged = any(f.stage == "gradients" and f.tap != "names" for f in compared)
         measured = truth is not None and "gradients" not in uncovered.skipped
         if calibrating and measured and all(f.ok for f in findings):
@@ -534,9 +564,13 @@ class Watcher:
             sides.append(Answer(answer.loss, {back.get(n, n): g for n, g in answer.grads.items()}, answer.outputs))
         return sides[0], sides[-1]
 
-    def _between(self, params: Mapping[str, Any], read: Callable[..., np.ndarray]) -> Iterator[Finding]:
-        """Return whether the moments are those that the last step left; True if that step was not checked."""
+    def _between(
+        self, params: Mapping[str, Any], weights: Arrays, read: Callable[..., np.ndarray]
+    ) -> Iterator[Finding]:
+        """Compare weights and moments with those that the last step left, where digests of it were kept."""
         if self._last is not None and self._last[0] == self.steps - 1:
+            if self._last[2]:
+                yield since_last_step(self._last[2], weights, self._dtypes)
             now = _digest([snapshot(params, [optimizer], read) for optimizer in self._optimizers])
             basis = "equal bits of optimizer state after one step and before the next"
             yield judge.exact("moments", "state", int(now != self._last[1]), 1, basis, phase="state")

@@ -91,7 +91,7 @@ class Judge:
             _list("the reference lacks", absent) + _list("the model lacks", extra),
         )  # fmt: skip
         if step.frozen:
-            missing.append(f"gradients of {len(step.frozen)} frozen parameters: {_few(sorted(step.frozen))}")
+            missing.append(f"gradients of {len(step.frozen)} frozen parameters: {few(sorted(step.frozen))}")
         both = [name for name in trainable if name in truth.grads and name in twin.grads]
         t: Arrays = Widened({name: truth.grads[name] for name in both})
         # A gradient of narrow weights is itself narrow, however its reference computed it.
@@ -121,7 +121,7 @@ class Judge:
             if name not in left_out:
                 yield from self._gradient(name, step, w[name], t[name], held, better)
         if better:
-            what = "in all gradients: is the declared precision in force?" if len(better) == len(both) else _few(better)
+            what = "in all gradients: is the declared precision in force?" if len(better) == len(both) else few(better)
             missing.append(f"{WORSE_TWIN}, which is nearer to the truth: {what}")
 
     def _by_itself(self, step: Step, w: Arrays) -> Limits | None:
@@ -284,7 +284,7 @@ def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
         idle = [n for n in before.params if n not in before.grads]
         if idle and fired == 1:
             moved = [n for n in idle if not np.array_equal(before.params[n], after.params[n], equal_nan=True)]
-            yield exact("update", "without gradient", len(moved), len(idle), "what has no gradient stays", _few(moved))
+            yield exact("update", "without gradient", len(moved), len(idle), "what has no gradient stays", few(moved))
         if fired != 1:
             missing.append("update: it needs exactly one optimizer.step() inside the block")
         elif rule is None:
@@ -383,8 +383,8 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
     if typical := typical_ratio(along):
         return f"{many}: {typical[0]:.3g} times the right length in the median, with a scatter of {typical[1]:.2g}"
     for zeros, words in NARROW if precision == "fp32" else ():
-        if narrow := [name for name in broken if _is_narrow(step.grads[name], zeros)]:
-            return f"{_few(narrow)}: {words}"
+        if narrow := [name for name in broken if is_narrow(step.grads[name], zeros)]:
+            return f"{few(narrow)}: {words}"
     return None
 
 
@@ -403,7 +403,7 @@ NARROW = (
 )
 
 
-def _is_narrow(gradient: np.ndarray, zeros: int) -> bool:
+def is_narrow(gradient: np.ndarray, zeros: int) -> bool:
     """Return whether the last bits of all FP32 numbers are zero. By chance, 64 numbers are so once in 2^832 times."""
     numbers = gradient[gradient != 0]
     if gradient.dtype != np.float32 or numbers.size < 64:
@@ -531,12 +531,13 @@ def _squares(c: np.ndarray, k: float, t: np.ndarray) -> float:
     return float(np.square(c.astype(np.float64) - k * t.astype(np.float64)).sum())
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Join the first five names; an ellipsis stands for the others."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _list(what: str, names: Sequence[str]) -> str:
-    return f"{what} {_few(names)}; " if names else ""
+    return f"{what} {few(names)}; " if names else ""
 
 
 def check_declared(declared: Any, optimizers: Sequence[Any]) -> None:
@@ -560,7 +561,7 @@ def hyperparameters(step: Step, declared: Any, missing: Uncovered) -> Iterator[F
                     raise UserError(f"declared= names {key!r}, which is no hyperparameter of the optimizer of {name}")
                 if group[key] != value:
                     wrong.setdefault(f"{key} {group[key]!r}, declared {value!r}", []).append(name)
-    note = "; ".join(f"{what}: {_few(names)}" for what, names in wrong.items())
+    note = "; ".join(f"{what}: {few(names)}" for what, names in wrong.items())
     count = sum(map(len, wrong.values()))
     size = max(sum(len(before.groups) for before in step.before), 1)
     stage = "learning_rate" if wrong and all(what.startswith("lr ") for what in wrong) else "update"

@@ -208,7 +208,7 @@ def put_together(
     if ranks.gathers:
         pending.batch = Gathered([share.batch for share in shares])
     pending.between[:] = [
-        replace(f, note=f"rank {rank}") if not f.ok else f
+        replace(f, note=f"rank {rank}" + (f": {f.note}" if f.note else "")) if not f.ok else f
         for rank, share in enumerate(shares)
         for f in share.between
         if rank == 0 or not f.ok

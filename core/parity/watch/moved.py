@@ -1,0 +1,78 @@
+"""Find weights that something other than `optimizer.step()` changed: beside it in the block, or between two steps.
+
+Neither loss, nor gradients, nor the update show it: each is judged from the weights of its own moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.parity.measures.verdict import Finding
+from lockstep.core.parity.watch import judge
+from lockstep.core.parity.watch.listen import Pending
+
+BASIS = (
+    "weights change in optimizer.step() alone; for a loop that changes them itself there is watch(weights_change=True)"
+)
+
+Read = Callable[[str], Any]
+
+
+def around_the_update(pending: Pending, now: Read) -> tuple[list[Finding], dict[str, bytes]]:
+    """Compare the weights at the block's begin and end with those around the optimizers' own steps.
+
+    now: reads a weight by name at the block's end. Returns the findings, and a digest of each weight at the end. Of
+    weights that two optimizers hold, the end alone is compared.
+    """
+    holders = Counter(name for one in pending.before if one for name in one.params)
+    begun = {n: w for one in pending.before if one for n, w in one.params.items() if holders[n] == 1}
+    left = pending.params | {n: w for one in pending.after if one for n, w in one.params.items()}
+    early = [name for name, weight in begun.items() if digest(weight) != digest(pending.params[name])]
+    narrowed = [name for name in early if is_narrow(begun[name]) and not is_narrow(pending.params[name])]
+    ended: dict[str, bytes] = {}
+    late: list[str] = []
+    narrow: list[str] = []
+    for name, weight in left.items():
+        found = now(name)
+        ended[name] = digest(found)
+        if ended[name] != digest(weight):
+            late.append(name)
+            narrow += [name] if is_narrow(found) and not is_narrow(weight) else []
+    return [
+        finding("begin of the update", early, narrowed, len(begun)),
+        finding("end of the step", late, narrow, len(left)),
+    ], ended
+
+
+def since_last_step(ended: Mapping[str, bytes], params: Mapping[str, Any], dtypes: Mapping[str, str]) -> Finding:
+    """Compare the weights at the block's begin with the digests of those at the end of the block before it.
+
+    dtypes: of the weights as the model holds them.
+    """
+    moved = [name for name, weight in params.items() if ended.get(name) != digest(weight)]
+    narrow = [name for name in moved if dtypes[name] == "float32" and is_narrow(params[name])]
+    return finding("begin of the step", moved, narrow, len(params))
+
+
+def finding(when: str, moved: list[str], narrow: list[str], count: int) -> Finding:
+    """Name the weights that moved; narrow: those of them that now hold numbers of bf16 alone."""
+    note = judge.few(moved) if moved else ""
+    if narrow:
+        note += "; numbers of bf16 alone are left" + ("" if len(narrow) == len(moved) else f" in {judge.few(narrow)}")
+    return judge.exact("weights", when, len(moved), max(count, 1), BASIS, note, "state")
+
+
+def is_narrow(weight: Any) -> bool:
+    """Return whether FP32 weights are all numbers of bf16; of weights that are cut over ranks, this rank's part."""
+    return judge.is_narrow(getattr(weight, "local", weight), 16)
+
+
+def digest(weight: Any) -> bytes:
+    """Return a digest of a weight's bits; of weights that are cut over ranks, of this rank's part."""
+    held: np.ndarray = getattr(weight, "local", weight)
+    return hashlib.blake2b(np.ascontiguousarray(held), digest_size=16).digest()
