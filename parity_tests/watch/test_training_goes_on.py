@@ -102,7 +102,7 @@ def test_an_optimizer_without_a_rule_stands_in_the_verdicts_line() -> None:
     assert str(watcher).endswith(watcher.headline)
     assert watcher.to_json()["headline"] == watcher.headline
     assert watcher.to_json()["not_judged"] == ["update: not judged (NAdam has no rule)"]
-    assert "agreed, 13 comparisons; update: not judged (NAdam has no rule); " in str(watcher)
+    assert "agreed, 15 comparisons; update: not judged (NAdam has no rule); " in str(watcher)
 
 
 def test_what_is_left_out_in_some_checks_is_counted() -> None:

@@ -382,7 +382,7 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
         return f"{many}: right direction, {middle:.6g} times the right length{_of_a_scaler(middle)}"
     if typical := typical_ratio(along):
         return f"{many}: {typical[0]:.3g} times the right length in the median, with a scatter of {typical[1]:.2g}"
-    for zeros, words in NARROW if precision == "fp32" else ():
+    for zeros, words in PRODUCTS if precision == "fp32" else ():
         if narrow := [name for name in broken if is_narrow(step.grads[name], zeros)]:
             return f"{few(narrow)}: {words}"
     return None
@@ -397,7 +397,7 @@ def _of_a_scaler(factor: float) -> str:
 
 
 # The last bits of an FP32 mantissa that are zero where a number came from a narrower format, and the cause to name.
-NARROW = (
+PRODUCTS = (
     (16, "numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"),
     (13, "numbers of FP16 alone, as its products give: `watch` has no twin for FP16 autocast; bf16 has one"),
 )
