@@ -71,7 +71,7 @@ class Scaled(Mapping[str, np.ndarray]):
         return self._times(name, part_of(self._arrays, name, slice(start, stop)))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """See `HasShapes`."""
+        """Implement `HasShapes.shape_of`."""
         return shape_of(self._arrays, name)
 
     def _times(self, name: str, value: np.ndarray) -> np.ndarray:
@@ -88,7 +88,10 @@ class Cut(Mapping[str, np.ndarray]):
     """Arrays by name of which a part alone is there, read by where its elements stand in the whole."""
 
     def __init__(self, arrays: Arrays, starts: Mapping[str, int]) -> None:
-        """arrays: the parts. starts: of each, the number of its first element in the whole, row-major."""
+        """Take the parts, and the place of each in its whole.
+
+        arrays: the parts. starts: for each, the number of its first element in the whole, row-major.
+        """
         self._arrays, self._starts = arrays, starts
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -81,7 +81,7 @@ class ShowsState(Protocol):
     """A session that shows what it holds."""
 
     def state(self) -> State:
-        """See `Session`."""
+        """Implement `Session.state`."""
         ...
 
 
@@ -111,7 +111,7 @@ class Loads(Protocol):
     """A session that takes a state over."""
 
     def load(self, state: State) -> None:
-        """See `Session`."""
+        """Implement `Session.load`."""
         ...
 
 
@@ -120,7 +120,7 @@ class RunsStages(Protocol):
     """A session that executes single stages."""
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """See `Session`."""
+        """Implement `Session.run_stage`."""
         ...
 
 
@@ -219,7 +219,7 @@ class Samples(Protocol):
     """A session that samples without a cache."""
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """See `Session`."""
+        """Implement `Session.next_token_logits`."""
         ...
 
 
@@ -228,7 +228,7 @@ class Evaluates(Protocol):
     """A session that scores held-out batches."""
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """See `Session`."""
+        """Implement `Session.evaluate`."""
         ...
 
 
@@ -351,7 +351,7 @@ class Describes(Protocol):
     """A backend that tells what is in force."""
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """See `Backend`."""
+        """Implement `Backend.describe`."""
         ...
 
 

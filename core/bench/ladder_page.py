@@ -41,7 +41,7 @@ def answers(found: Mapping[str, Any]) -> list[str]:
 
 
 def gain(over: Mapping[str, float], rounds: int) -> str:
-    """Say in words whether a factor is a gain.
+    """Return, in words, whether a factor is a gain.
 
     A median lies outside all of n values with probability 2 · 2⁻ⁿ: fewer than FEWEST have no interval of 95 %.
     """

@@ -109,7 +109,7 @@ def about(series: Series) -> list[str]:
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/results/bench_step.md: a table for each series; the published one alone where nothing was measured."""
+    """Return docs/results/bench_step.md: a table for each series; only the published one where nothing was measured."""
     lines = [
         "# Whole steps, beside the published figures",
         "",

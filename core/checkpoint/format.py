@@ -85,7 +85,7 @@ class Pending:
         self._writing: Writing | None = None
 
     def begin(self, write: Callable[[Path], Writing]) -> None:
-        """Let `write` begin. Raises UserError if the disk refuses."""
+        """Start the write with `write`. Raises UserError if the disk refuses."""
         try:
             # No more than that: a run that was deleted meanwhile is not made anew.
             self._aside.parent.mkdir(exist_ok=True)
@@ -327,7 +327,7 @@ def _save(path: Path, arrays: Arrays) -> None:
 
 
 def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | None]:
-    """Tensors by name, and where each begins in its whole, if the file's metadata allows parts."""
+    """Return tensors by name, and where each begins in its whole, if the file's metadata allows parts."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:

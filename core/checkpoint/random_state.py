@@ -22,7 +22,10 @@ PYTHON, NUMPY, SESSION = "python", "numpy", "session/"
 
 
 def random_state(session: Session) -> dict[str, np.ndarray]:
-    """By name: `python` and `numpy` (Mersenne Twister: key, position; then the Gaussian kept back), `session/…`."""
+    """Return the states of all generators by name: `python`, `numpy`, and those of the session as `session/…`.
+
+    Those of Python and NumPy are Mersenne Twisters: the key, the position, then the Gaussian kept back.
+    """
     version, key, kept = random.getstate()
     assert version == 3
     of_numpy: Any = np.random.get_state(legacy=False)

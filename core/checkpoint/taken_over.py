@@ -30,7 +30,7 @@ NAMED = 3
 def restore_state(
     session: Session, config: RunConfig, folder: Path, step: int, scalars: Mapping[str, float]
 ) -> str | None:
-    """Let a session read its state from a checkpoint's folder itself (`Restores`), and hold it to what is stored there.
+    """Restore a session from a checkpoint's folder that the session reads itself, and compare it with what is stored.
 
     Every rank of the session calls it. Returns and raises as `require_taken_over`; raises what `restore` raises.
     """

@@ -25,7 +25,10 @@ def _a_chunk(tokens: int, hidden: int, vocab: int, chunk: int) -> int:
 
 
 def _as_large_as_the_input(tokens: int, hidden: int, vocab: int, chunk: int) -> int:
-    """As much of the logits as the hidden states take (liger_kernel/ops/fused_linear_cross_entropy.py)."""
+    """Return how many tokens' logits take as much memory as the hidden states, as Liger does.
+
+    Source: liger_kernel/ops/fused_linear_cross_entropy.py.
+    """
     pieces = math.ceil(vocab / hidden)
     return min(tokens, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(tokens / pieces))))))
 

@@ -163,7 +163,7 @@ BITSANDBYTES_8BIT = UpdateRule(
 
 
 def _newton_schulz(shape: Shape, settings: Settings) -> float:
-    """Per iteration on a matrix (r, c), r ≤ c: 4·r²·c + 2·r³ FLOPs."""
+    """Return FLOPs of Newton–Schulz: 4·r²·c + 2·r³ an iteration on a matrix (r, c), r ≤ c."""
     rows, columns = sorted(shape)
     return settings.ns_steps * (4.0 * rows**2 * columns + 2.0 * rows**3)
 
@@ -227,7 +227,7 @@ def _adamw(parameter: Parameter, settings: Settings) -> UpdateRule:
 
 
 def _eight_bit(parameter: Parameter, settings: Settings) -> UpdateRule:
-    """Torchao leaves out what blocks do not divide; in bitsandbytes the last block is a shorter one.
+    """Return the 8-bit rule of a parameter; torchao's needs whole blocks, bitsandbytes' last block may be shorter.
 
     torchao/optim/adam.py, `_new_buffer`; bitsandbytes/optim/optimizer.py, `Optimizer2State.init_state`.
     """
@@ -238,7 +238,7 @@ def _eight_bit(parameter: Parameter, settings: Settings) -> UpdateRule:
 
 
 def _muon(parameter: Parameter, settings: Settings) -> UpdateRule:
-    """Muon moves matrices between activations, AdamW everything else."""
+    """Return Muon's rule for matrices between activations, AdamW's for everything else."""
     return MUON if parameter.group == "matrices" else ADAMW
 
 

@@ -204,9 +204,10 @@ class TrainConfig(Section):
         return max(self.lengths)
 
     def micro_batch_of(self, length: int) -> int:
-        """Sequences that one rank computes at a time if they have `length` tokens: as many tokens at any of the run's.
+        """Return how many sequences of `length` tokens one rank computes at a time.
 
-        For a length that is not the run's, `micro_batch_size`.
+        The tokens of a micro-batch are the same at each length of the run. For any other length, it is
+        `micro_batch_size`.
         """
         of_run = length in self.lengths
         return self.micro_batch_size * self.sequence_length // length if of_run else self.micro_batch_size

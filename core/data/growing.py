@@ -33,7 +33,10 @@ class Waiting:
     """Wait for the files of a folder that another process prepares."""
 
     def __init__(self, folder: Path, minutes: float, tell: Tell) -> None:
-        """minutes: how long one file may take. tell: called with one line where a wait begins and where it ends."""
+        """Watch a folder.
+
+        minutes: how long one file may take. tell: called with one line where a wait begins and where it ends.
+        """
         self._folder, self._seconds, self._tell = folder, 60 * minutes, tell
 
     def file(self, name: str) -> Path:
@@ -127,7 +130,7 @@ class FinishedShards:
     finished = True
 
     def __init__(self, tokens: list[int]) -> None:
-        """tokens: of each shard."""
+        """Take the tokens of each shard, in order."""
         self._tokens = tokens
         self.count, self.known_tokens = len(tokens), sum(tokens)
         self.expected_tokens = float(self.known_tokens)

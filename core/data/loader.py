@@ -55,7 +55,7 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
-        """Itself: there is one position, not one per loop."""
+        """Return itself: there is one position, not one per loop."""
         return self
 
     def __next__(self) -> T:
@@ -85,7 +85,7 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def __enter__(self) -> Prefetcher[T]:
-        """Itself."""
+        """Return itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(

@@ -70,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser."""
+    """Apply splitmix64's finaliser to each value."""
     return _mix_in_place(values.copy())
 
 

@@ -139,7 +139,7 @@ def prepare(
 
 
 def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine: Engine) -> PrepareResult:
-    """`prepare`, in a folder that is there and held."""
+    """Do the work of `prepare` in a folder that exists and is locked."""
     remove_temporaries(folder)
     given = load_tokenizer(settings.tokenizer) if settings.tokenizer is not None else None
     listing = list_source(settings.source, exclude=folder)

@@ -124,7 +124,7 @@ def _of_this_machine(source: str | None, exclude: Path | None) -> tuple[str, lis
 
 
 def kind_of(name: str) -> Kind:
-    """Tell how a file is read, by its name: JSON lines (also gzipped), parquet, or else plain text."""
+    """Return how a file is read, by its name: JSON lines (also gzipped), parquet, or else plain text."""
     lowered = name.lower()
     if lowered.endswith(_JSON_LINES_SUFFIXES):
         return "jsonl"

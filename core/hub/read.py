@@ -93,7 +93,10 @@ class HubModel:
 
 
 def _names(family: HubFamily, tensors: Mapping[str, Where]) -> dict[str, str]:
-    """Their name by the table → the name in the files, which leave the prefix out where the trunk alone was saved."""
+    """Map each tensor's name in the family's table to its name in the files.
+
+    The files leave the prefix out where the trunk alone was saved.
+    """
     bare = not any(name.startswith(family.prefix) for name in tensors)
     return {name if not bare or name == family.head else family.prefix + name: name for name in tensors}
 

@@ -127,7 +127,7 @@ def _write_weights(
 
 
 def _shards(tensors: Iterator[tuple[str, np.ndarray]], most: int) -> Iterator[_Shard]:
-    """Tensors in their order, in files of up to `most` bytes; one that is larger has a file of its own."""
+    """Yield shards of up to `most` bytes with the tensors in order; a larger tensor has a file of its own."""
     shard = _Shard()
     for name, tensor in tensors:
         if shard.tensors and shard.size + tensor.nbytes > most:

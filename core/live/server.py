@@ -79,7 +79,7 @@ class LiveServer(ThreadingHTTPServer):
         return None if version == f"{self.boot}-{snapshot.number}" else snapshot.answer(self.boot, checks)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a browser that went away in the midst of an answer is no error."""
+        """Ignore it: a browser that disconnects in the middle of a response is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -99,7 +99,7 @@ def computed_again(config: RunConfig) -> list[Operation]:
 
 
 def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
-    """(precision, dense peak in FLOP/s) that a run under `policy` on `device` is held against; None if not known."""
+    """Return (precision, dense peak in FLOP/s) for utilisation under `policy` on `device`; None if not known."""
     precision = (policy in POLICIES and POLICIES[policy].peak) or policy
     peak = PEAK_FLOPS.get(device, {}).get(precision)
     return None if peak is None else (precision, peak)

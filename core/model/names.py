@@ -35,7 +35,7 @@ def tap_names(model: ModelConfig) -> list[str]:
 
 
 def edge_names(model: ModelConfig) -> list[str]:
-    """Every edge of the model: where a tensor with several readers enters one of them. Only gradients are observed."""
+    """List the model's edges: where a tensor with several readers enters one of them. Only gradients are observed."""
     return list(graph_of(model).edges)
 
 

@@ -82,7 +82,7 @@ def device_bytes(config: RunConfig, rows: int, budget: float) -> float:
 
 
 def _names(operations: Collection[Operation]) -> set[str]:
-    """Taps, gradients of taps and of edges, and of parameters, of some operations."""
+    """Return the names of some operations' taps and edges, and of the gradients of taps, edges and parameters."""
     found = {name for one in operations for name in (one.tap, GRADIENT + one.tap)}
     found |= {GRADIENT + edge for one in operations for edge in one.edges.values()}
     return found | {GRADIENT + name for one in operations for name in one.params.values()}

@@ -53,5 +53,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Text without the half of a surrogate pair, which a file name that is no UTF-8 has."""
+    """Replace lone surrogates in a text: a file name that is not UTF-8 has them."""
     return str(value).encode("utf-8", "backslashreplace").decode()

@@ -62,7 +62,7 @@ def _parts(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _contents(place: Path, found: Found) -> tuple[set[str], list[Path]]:
-    """Names of the files in a folder, and the folders to look through."""
+    """Return the names of the files in a folder, and the folders to search."""
     names, folders = set(), []
     with os.scandir(place) as entries:
         for entry in entries:

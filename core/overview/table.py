@@ -55,7 +55,7 @@ def print_rows(console: Console, rows: Sequence[Row], keys: Sequence[str], basel
 def _drawn(
     headers: Sequence[str], lines: Sequence[Sequence[str]], styles: Sequence[tuple[str, str]], width: int
 ) -> Text:
-    """Columns under `headers` as one text; paths are folded where the others leave no room. rich's table is slow."""
+    """Format columns under `headers` as one text, in place of rich's slow table; fold paths where room is short."""
     from rich.cells import cell_len, chop_cells
     from rich.text import Text
 

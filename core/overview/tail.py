@@ -95,7 +95,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _end_of(descriptor: int, size: int, most: int) -> _End:
-    """Look through the last `most` bytes. Lines that bear on nothing are not read as JSON, which takes the time."""
+    """Read the last `most` bytes backwards. Lines that contribute nothing are not parsed as JSON, which is slow."""
     start = max(0, size - most)
     text = os.pread(descriptor, most, start)
     found, seen, is_last, end = _End(), set[int](), True, len(text)

@@ -158,7 +158,7 @@ def checks_waiting(config: RunConfig) -> int:
 
 
 def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
-    """Say, in a line each, which budget a single check does not keep, and what would; nothing if it fits."""
+    """List, one line each, the budgets that a single check exceeds, and what would fit; nothing if it fits."""
     cost, found = cost_of_check(config, thorough=thorough), []
     host, on_device = max(cost.gathering, cost.judging), cost.device + cost.reference
     # Half of a larger budget is the taps', which take windows as large as it allows.
@@ -185,7 +185,7 @@ def require_budget(config: RunConfig, *, thorough: bool) -> None:
 
 
 def _shown(config: RunConfig, rows: int, budget: float) -> float:
-    """Bytes that taps take on the device: in eager one goes before the next comes; a compiled program shows a window.
+    """Return bytes that taps take on the device: eager shows one at a time, a compiled program a window.
 
     Without a budget it shows every sequence of the micro-batch, and all blocks at once.
     """
@@ -216,14 +216,14 @@ def _scored(config: RunConfig, rows: int, thorough: bool) -> int:
 
 
 def _validated(config: RunConfig) -> int:
-    """Bytes of a held-out micro-batch, of its NLL and whether each target is likeliest (int32), and of those of all."""
+    """Return bytes of a held-out micro-batch, its NLL, an int32 for each target that is likeliest, and those of all."""
     tokens = config.train.micro_batch_size * config.train.sequence_length
     of_batch = 12 + (4 if config.attention.needs_documents else 0)
     return tokens * (of_batch + (1 + config.eval.batches) * (FORMATS[config.precision.stream].bytes + 4))
 
 
 def _segments(config: RunConfig) -> float:
-    """Bytes of the dearest segment: its weights and the sums of their gradients, and one operation's new gradients.
+    """Return bytes of the dearest segment: its weights, the sums of their gradients, and one operation's new gradients.
 
     The sum of a matrix that an earlier segment reads too (a tied head's) waits for that one.
     """

@@ -189,7 +189,7 @@ def _input(z: Sizes) -> float:
 
 
 def _of_products(z: Sizes, kernel: Mapping[str, float]) -> float:
-    """Bytes that the attention kernel's own products give: of `math` the scores and their product with v, in FP32."""
+    """Return bytes of the attention kernel's own products: for `math` the scores and their product with v, in FP32."""
     if z.kernel.written_out:
         return kernel["scores"] + float(max(z.operand, 4) * z.tokens * z.hidden)
     return kernel["out"] + kernel["logsumexp"]
@@ -263,7 +263,7 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
 
 
 def _read(z: Sizes, normed_again: bool) -> float:
-    """Bytes that a compiled program keeps of a normed input: none if no cast lies between it and a norm made again."""
+    """Return bytes of a normed input that a compiled program keeps; none if no cast follows a recomputed norm."""
     return 0.0 if normed_again and not z.casts else _kept(z, z.hidden)
 
 
@@ -363,7 +363,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
 
 
 def _activate(tape: Tape, z: Sizes, F: float) -> float:
-    """From `gate` and `up` as layers write them to `act`; leaves those that the activation read under their names.
+    """Allocate `act` from `gate` and `up`; leave those that the activation read under their names.
 
     Returns the bytes of one of these. A layer's output lives on as `before gate` and `before up`, where that is
     another tensor: Python keeps the name.
@@ -439,5 +439,5 @@ def _fused_mlp_again(z: Sizes, kept: Part) -> Part:
 
 
 def copies(z: Sizes, numbers: float) -> float:
-    """Bytes of the weights' copies that a compiled program hands to its backward pass; none in FP8, as of inputs."""
+    """Return bytes of weight copies that a compiled program keeps for its backward pass; none in FP8."""
     return float(z.operand * numbers) if z.casts and not z.fp8 else 0.0

@@ -47,7 +47,7 @@ class Gpu:
         return self.name != "cpu"
 
     def rate(self, operand: str) -> float | None:
-        """FLOP/s that large products of this operand are taken to reach; None where the device has no such format."""
+        """Return FLOP/s assumed for large products of this operand; None where the device has no such format."""
         peak = self.peaks.get(operand)
         if peak is None:
             return None

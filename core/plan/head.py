@@ -80,7 +80,7 @@ def _full(z: Sizes) -> HeadMemory:
 
 
 def _full_narrow(z: Sizes) -> HeadMemory:
-    """Whole logits in the operand dtype, by a plan of casts: those of a linear layer."""
+    """Return memory of whole logits in the operand dtype, by a plan of casts: those of a linear layer."""
     n, V = z.tokens, z.vocab
     wide, narrow = float(z.stream * n * V), float(z.operand * n * V)
     # Where a plan keeps what linear layers write in FP32, logits go through it, and their gradient does.
@@ -112,7 +112,7 @@ def _full_narrow(z: Sizes) -> HeadMemory:
 
 
 def _functional(z: Sizes) -> HeadMemory:
-    """`torch.nn.functional.cross_entropy` of whole logits, eager: it keeps log softmax, in FP32 at least."""
+    """Return memory of eager `torch.nn.functional.cross_entropy` of whole logits: log softmax, in FP32 at least."""
     n, V = z.tokens, z.vocab
     wide = float(max(4, z.logits) * n * V)
     forward = Tape()
@@ -163,7 +163,7 @@ def _full_fused(z: Sizes, tied: bool) -> HeadMemory:
 
 
 def _narrowed(z: Sizes, rows: int) -> float:
-    """Bytes of the gradient of `rows` rows of logits as products read it; none where it has that format already."""
+    """Return bytes of the gradient of `rows` rows of logits as products read it; none if it is in that format."""
     return float(z.operand * rows * z.vocab) if z.logits != z.operand else 0.0
 
 
@@ -178,7 +178,7 @@ def _at_a_time(z: Sizes, rows: int) -> int:
 
 
 def _losses(tape: Tape, z: Sizes, rows: int) -> None:
-    """`losses_and_logsumexp`, eager."""
+    """Allocate for eager `losses_and_logsumexp`."""
     wide = 8.0 * _at_a_time(z, rows) * z.vocab
     tape.make(double=wide)
     tape.make(exp=wide)
@@ -186,7 +186,7 @@ def _losses(tape: Tape, z: Sizes, rows: int) -> None:
 
 
 def _losses_and_gradient(tape: Tape, z: Sizes, rows: int) -> None:
-    """`losses_and_gradient`, eager: it leaves `grad`; on the CPU in the place of `logits`."""
+    """Allocate for eager `losses_and_gradient`, which leaves `grad`; on the CPU it replaces `logits`."""
     if z.on_cpu:
         tape.make(grad=0.0)
         tape.make(wide=8.0 * _at_a_time(z, rows) * z.vocab)
@@ -197,7 +197,7 @@ def _losses_and_gradient(tape: Tape, z: Sizes, rows: int) -> None:
 
 
 def _gradient(tape: Tape, z: Sizes, rows: int) -> None:
-    """`logits_gradient`, eager: it leaves `grad`."""
+    """Allocate for eager `logits_gradient`, which leaves `grad`."""
     out = float(z.logits * rows * z.vocab)
     if z.on_cpu:
         tape.make(grad=out)
@@ -221,7 +221,10 @@ def _gradient(tape: Tape, z: Sizes, rows: int) -> None:
 
 
 def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
-    """in_place: the gradient takes the logits' memory, and products add to the weight's gradient where it stands."""
+    """Return memory of a head in chunks.
+
+    in_place: the gradient takes the logits' memory, and products add to the weight's gradient where it stands.
+    """
     n, V = z.tokens, z.vocab
     logits, narrow = float(z.logits * rows * V), 0.0 if in_place else _narrowed(z, rows)
     weight, D = float(z.stream * V * z.hidden), float(z.stream * n * z.hidden)

@@ -86,7 +86,7 @@ def _around_gated(graph: Graph, members: Sequence[Operation], one: Operation) ->
 
 
 def _together(plans: Iterable[Part]) -> Part:
-    """Several in a row as one, which is computed again from what the first one reads."""
+    """Join consecutive parts into one, which is computed again from what the first one reads."""
     first, *others = plans
     for after in others:
         saved = {**first.saved}

@@ -129,7 +129,7 @@ def _weights(model: ModelConfig, stream: int) -> float:
 
 @lru_cache(maxsize=16)
 def _layers_in_fp8(model: ModelConfig, precision: PrecisionConfig) -> dict[str, int]:
-    """In how many blocks each linear layer is in FP8, by stage id."""
+    """Count, by stage id, the blocks in which each linear layer is in FP8."""
     found: dict[str, int] = {}
     if precision.fp8 is not None:
         for module, one in graph_of(model).linears.items():

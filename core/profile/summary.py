@@ -66,7 +66,7 @@ def summarize(events: Sequence[Event], top: int = 20) -> dict[str, Any]:
 
 
 def _parts(events: Sequence[Event], window: Span) -> dict[str, list[Span]]:
-    """When the program was in which part of a step, and in none of them; nothing if the trace has no such ranges."""
+    """Return the spans of each part of a step, and of none of them; nothing if the trace has no such ranges."""
     by_name: dict[str, list[Span]] = defaultdict(list)
     for event in events:
         if event.category == RANGE and event.name.startswith(PART):
@@ -83,7 +83,7 @@ _Work = list[tuple[Event, str, float, float]]
 
 
 def _on_gpu(events: Sequence[Event], window: Span) -> _Work:
-    """Kernels and copies asked for in the window, each with when the program asked for it."""
+    """Return kernels and copies launched in the window, each with the time of its launch."""
     asked = {e.arguments.get("correlation"): e.start for e in events if e.category in CALLS}
     work: _Work = []
     for event in events:
@@ -97,7 +97,7 @@ def _on_gpu(events: Sequence[Event], window: Span) -> _Work:
 
 
 def _operators(events: Sequence[Event], window: Span) -> _Work:
-    """Operators that began in the window, each with the time that no other operator inside it took."""
+    """Return operators that began in the window, each with its own time, without the operators inside it."""
     inside: dict[tuple[Any, Any], list[tuple[Event, list[float]]]] = defaultdict(list)
     work: list[tuple[Event, list[float]]] = []
     for event in events:
@@ -126,7 +126,7 @@ def _by_kind(work: _Work, per_step: float) -> dict[str, float]:
 
 
 def _top(work: _Work, parts: Mapping[str, list[Span]], per_step: float, step: float) -> list[dict[str, Any]]:
-    """By name and part, the longest first. share: of the step's time; streams run beside each other."""
+    """Return rows by name and part, the longest first. share: of the step's time; streams run beside each other."""
     own_of: dict[tuple[str, str], list[float]] = defaultdict(list)
     kinds: dict[str, str] = {}
     for (event, kind, own, _), part in zip(work, _part_at([at for *_, at in work], parts), strict=True):

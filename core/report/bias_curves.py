@@ -76,7 +76,7 @@ def _series(checks: Checks) -> Series:
 
 
 def _strain(line: Floats) -> float:
-    """How near the nearest of one line's values is to its bound; infinite if one is NaN that has a bound."""
+    """Return how near the nearest of one line's values is to its bound; infinite if one is NaN that has a bound."""
     values, highs = line[1::2], line[2::2]
     strains = [v / h if h > 0 else math.inf for v, h in zip(values, highs, strict=True) if not math.isnan(h)]
     return max((math.inf if math.isnan(s) else float(s) for s in strains), default=0.0)
@@ -93,7 +93,7 @@ def _read(path: Path, notes: list[str]) -> bias.Bias | None:
 
 
 def _curve(sums: bias.Bias, key: RowKey, series: Floats, checks: Checks) -> Floats | None:
-    """Rows of (T, value and bound of each of `NAMES`) from the file, or None if it does not hold these checks."""
+    """Return rows of (T, value and bound of each of `NAMES`) from the file; None if it does not hold these checks."""
     name = (key.stage, key.phase, key.tap)
     distance = _distance_bound(checks, key)
     if name not in sums.keys or distance is None:
@@ -123,7 +123,7 @@ def _curve(sums: bias.Bias, key: RowKey, series: Floats, checks: Checks) -> Floa
 
 
 def _distance_bound(checks: Checks, key: RowKey) -> float | None:
-    """D: the single-step bound of this comparison's twin distance, from its last local finding."""
+    """Return D, the single-step bound of this comparison's twin distance, from its last local finding."""
     wanted = (key.stage, key.phase, key.tap, "local")
     row = next((n for k, n in checks.rows.items() if (k.stage, k.phase, k.tap, k.scope) == wanted), None)
     cells = checks.measures.get("twin_distance")
@@ -134,7 +134,7 @@ def _distance_bound(checks: Checks, key: RowKey) -> float | None:
 
 
 def _independent(bound: float, checked: float, distance: float) -> int:
-    """n, of which `bias.limits` made this bound of B: (1 + 2y + 2y²)·D² + T·β² with y = √(x/n), solved for n."""
+    """Solve for n, from which `bias.limits` made this bound of B: (1 + 2y + 2y²)·D² + T·β² with y = √(x/n)."""
     systematic = min(bias.SYSTEMATIC_DISTANCE * distance, bias.SYSTEMATIC_MOST)
     scatter = (bound**2 - checked * systematic**2) / distance**2
     y = (math.sqrt(max(2 * scatter - 1, 1.0)) - 1) / 2
@@ -142,7 +142,7 @@ def _independent(bound: float, checked: float, distance: float) -> int:
 
 
 def _effective(count: float, forget: float) -> float:
-    """(Σ λᵃ)² / Σ λ²ᵃ over `count` checks."""
+    """Return (Σ λᵃ)² / Σ λ²ᵃ over `count` checks."""
     if forget == 1:
         return count
     return float(((1 - forget**count) / (1 - forget)) ** 2 / ((1 - forget ** (2 * count)) / (1 - forget**2)))

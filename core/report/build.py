@@ -97,7 +97,7 @@ def contents(run: Run, checks: Checks, notes: list[str], warn: Callable[[str], N
 def page(
     title: str, body: str, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str] = ("page.css",)
 ) -> str:
-    """One HTML page that needs nothing but a browser. data: for its scripts, files of this package, in order."""
+    """Return one HTML page that needs only a browser. data: for its scripts, files of this package, in order."""
     return page_of(title, body, data, "".join(map(asset, scripts)), styles)
 
 

@@ -183,7 +183,7 @@ def _series(run: Run, name: str, number: int, style: str, pairs: Pairs) -> Json:
 
 
 def _places(run: Run) -> dict[int, tuple[float, float, float]]:
-    """(step, tokens so far, minutes so far) by step."""
+    """Return (step, tokens so far, minutes so far) by step."""
     found: dict[int, tuple[float, float, float]] = {}
     tokens, spent = 0, 0.0
     for record in run.records:

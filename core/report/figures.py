@@ -117,7 +117,7 @@ class Parting:
 
 
 def difference(one: Run, other: Run) -> tuple[Pairs, Pairs, float]:
-    """Loss of `other` minus that of `one` at common steps, the same smoothed, and the smoothed one's standard error.
+    """Return the loss of `other` minus that of `one` at common steps, the same smoothed, and its standard error.
 
     The error is σ/√(2τ − 1), the deviation of an exponential mean over τ steps of noise of deviation σ, and
     σ = 1.4826 · median |Δ_n − Δ_(n−1)| / √2.

@@ -150,7 +150,7 @@ def chain(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
 
 
 def _lines(rows: dict[RowKey, int]) -> tuple[list[RowKey], list[list[str]], list[int]]:
-    """Rows in the order of the chain; lines as [group, phase, stage] in that order; the line of each row."""
+    """Return rows in the order of the chain, lines [group, phase, stage] in that order, and the line of each row."""
     in_blocks = {(key.phase, key.stage) for key in rows if key.layer is not None}
 
     def rank(line: tuple[str, str]) -> tuple[int, int, int]:
@@ -165,7 +165,7 @@ def _lines(rows: dict[RowKey, int]) -> tuple[list[RowKey], list[list[str]], list
 
 
 def _depths(keys: Sequence[RowKey]) -> tuple[list[list[Any]], list[int]]:
-    """Links of the forward chain as [layer, stage], first to last, and each row's place among them, or -1."""
+    """Return links of the forward chain as [layer, stage], first to last, and each row's place among them, or -1."""
     links = {(k.stage, k.layer) for k in keys if is_forward(k.stage) and k.phase in ("forward", "backward")}
     order = sorted(links, key=lambda link: place(link[0], "forward", link[1]))
     number = {link: i for i, link in enumerate(order)}
@@ -188,7 +188,7 @@ def _columns(checks: Checks, columns: Sequence[int], cost: int, limit: int) -> l
 
 
 def _even(items: list[int], count: int) -> list[int]:
-    """`count` of the items, the first always among them, evenly spread."""
+    """Choose `count` of the items, evenly spread, always with the first."""
     if count >= len(items):
         return items
     return [items[i * len(items) // count] for i in range(count)]

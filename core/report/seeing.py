@@ -44,7 +44,7 @@ COLOURS = {
 
 
 def more_charts(records: Records) -> list[Json]:
-    """Weight norms, top-1 accuracy, attention logits, memory, where the time went; those of which there is a point."""
+    """Return charts of weight norms, top-1 accuracy, attention logits, memory, and time; those with data."""
     specs = [
         chart_of("weights", "Weight norm", "by group", groups_of(records, "param_norm/"), log=True),
         chart_of(

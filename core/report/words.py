@@ -61,7 +61,7 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def nearness(strain: float) -> str:
-    """Tell in words how near its bound a value came; a strain of 1 is the bound."""
+    """Describe how near its bound a value came; a strain of 1 is the bound."""
     if not math.isfinite(strain):
         return "beyond any bound"
     return f"{number(100 * strain, 2)} % of the way to its bound" if strain <= 1 else f"{number(strain, 3)} × its bound"

@@ -111,7 +111,7 @@ class CheckpointPart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """As `Checkpointer` does."""
+        """Leave as `Checkpointer` does."""
         self._join(None if kind is None or issubclass(kind, Exception) else AT_ONCE_SECONDS)
 
     def _join(self, seconds: float | None) -> None:

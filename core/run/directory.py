@@ -166,7 +166,7 @@ class RunDir:
         return self._configs[key]
 
     def read_through(self, view: Callable[[RunConfig], RunConfig]) -> None:
-        """See every configuration of this run through `view`, which changes what is the reader's business alone."""
+        """Apply `view` to every configuration read from this run; it changes only what concerns the reader."""
         self.config, self._view = view(self.config), view
         self._configs.clear()
 

@@ -8,7 +8,7 @@ from lockstep.core.errors import UserError
 
 
 def launched() -> tuple[int, int] | None:
-    """(rank, ranks) of this process if torchrun launched several, else None. Raises UserError if these are none."""
+    """Return (rank, ranks) if torchrun launched several processes, else None. Raises UserError if these are invalid."""
     world = _count("WORLD_SIZE", "1")
     if world <= 1:
         return None

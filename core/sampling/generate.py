@@ -15,7 +15,7 @@ def continue_tokens(
     seed: int,
     temperature: float = 0.8,
 ) -> np.ndarray:
-    """`count` tokens that follow `prompt`, int32, drawn from softmax(logits / temperature) of the last `window` tokens.
+    """Return `count` tokens after `prompt`, int32, from softmax(logits / temperature) over the last `window` tokens.
 
     Drawn by Gumbel's trick (argmax of logits / temperature − log(−log u)) from a Philox stream of the seed. An empty
     prompt raises ValueError.

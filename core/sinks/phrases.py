@@ -130,7 +130,7 @@ def bounds(low: float | None, high: float | None) -> str:
 def metric_lines(
     step: int, metrics: Mapping[str, float], before: Mapping[str, float], verbose: bool = True
 ) -> list[str]:
-    """Lines for what was measured besides the step itself: a new length, validation, the loss in FP32, a step left out.
+    """Format what was measured besides the step: a new length, validation, the loss in FP32, a step left out.
 
     before: the metrics of the last step. verbose: also what is measured at an interval and is no event: the loss in
     FP32, attention logits.

@@ -31,7 +31,7 @@ class GroupRow:
 
 
 def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Any rows under `headers`; numbers stand right. Raises ValueError if a row has another number of cells."""
+    """Build a table of rows under `headers`; numbers align right. Raises ValueError for a row of another length."""
     from rich.table import Table
     from rich.text import Text
 

@@ -34,7 +34,7 @@ class Local:
     gpus: int = 0
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
-        """See `Engine`."""
+        """Implement `Engine.run`."""
         stop = threading.Event()
         slots: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.jobs):

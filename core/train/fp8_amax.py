@@ -51,7 +51,7 @@ def first_amaxes(config: RunConfig) -> dict[str, float]:
 
 
 def amaxes_in_force(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """By layer, float32 (3,): the amaxes that the next step's scales are made of, those of CASTS in their order."""
+    """Return, by layer, float32 (3,): the amaxes from which the next step's scales are made, in the order of CASTS."""
     # A gradient of the mean over a step's tokens.
     first_gradient = 1.0 / (config.train.batch_size * config.train.sequence_length)
     first = dict(zip(CASTS, (FIRST_INPUT, FIRST_WEIGHT, first_gradient), strict=True))

@@ -335,7 +335,7 @@ def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
 
 
 def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
-    """Say to every sink which checkpoints were written, and which could not be."""
+    """Report to every sink which checkpoints were written, and which could not be."""
     for one in told:
         for sink in sinks:
             sink.note(one) if isinstance(one, str) else sink.saved(one)

@@ -101,7 +101,7 @@ class Spikes:
     """The spikes of a run while it goes on; a batch that was left out because it is not finite is kept as well."""
 
     def __init__(self, run: RunDir, data: RunData, first: int) -> None:
-        """first: the step that comes next; the losses before it are the run's records."""
+        """Read the losses before `first`, the step that comes next, from the run's records."""
         self._run, self._data = run, data
         before = [(line["step"], line["loss"]) for line in run.records() if line["step"] < first]
         self._detector = SpikeDetector(run.config.log.spike_sigma, before[-WINDOW:])
@@ -122,7 +122,7 @@ class Spikes:
         return {SPIKE: sigmas}
 
     def tell(self, sinks: Sequence[Sink]) -> None:
-        """Say what was found since the last call."""
+        """Report to the sinks what was found since the last call."""
         notes, self._notes = self._notes, []
         for text in notes:
             for sink in sinks:

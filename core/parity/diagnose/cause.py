@@ -198,7 +198,7 @@ def decoded(check: Check) -> str:
 
 
 def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
-    """`vanishes`, `stays`, `NO_DIFFERENCE` where it stays as no bit is another, or why neither can be said."""
+    """Return `vanishes`, `stays`, NO_DIFFERENCE (it stays and no bit differs), or why it could not be tried."""
     try:
         session = backend.open(changed)
         try:

@@ -116,10 +116,10 @@ def sound(
 def named(
     session: Session, evidence: Evidence, check: Check, config: RunConfig, judged: Judged
 ) -> tuple[Evidence, Check]:
-    """Look for the stage of a check of training whose origin is seen end to end alone (`recheck_rows`).
+    """Search for the stage behind an error that a check of training sees end to end alone (`recheck_rows`).
 
-    judged: asked on rank 0. Every rank calls it. The session's state is put back; raises UserError if it is not taken.
-    Evidence and check stay as they are where this cannot be done.
+    judged: called on rank 0. Every rank calls this function. The session's state is put back; raises UserError if the
+    session does not take it. Where the search cannot be done, evidence and check are returned unchanged.
     """
     if not is_unnamed(check, evidence):
         return evidence, check
@@ -222,7 +222,7 @@ def _not_run_again(why: Exception) -> Repeat:
 
 
 def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:
-    """In which the session's streams give a rank its rows of what is cut over ranks."""
+    """Return a context in which a sharded session's streams give each rank the rows that it holds."""
     return ask(session, GivesEachItsOwn).each_its_own() if is_sharded(config) else nullcontext()
 
 

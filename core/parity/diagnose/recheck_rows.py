@@ -51,9 +51,9 @@ def recheck_rows(
 def rechecked(
     session: Session, config: RunConfig, evidence: Evidence, check: Check, judged: Judged, most: int | None = None
 ) -> tuple[Evidence, Check]:
-    """`recheck_rows` by somebody who judges, on rank 0; afterwards the session's state is that of `evidence.after`.
+    """Recheck rows as `recheck_rows` does, with `judged` as the judge, called on rank 0.
 
-    most: micro-batches that are shown at most.
+    The session's state is that of `evidence.after` afterwards. most: micro-batches that are shown at most.
     """
     if not is_unnamed(check, evidence):
         return evidence, check
@@ -107,10 +107,10 @@ def _noted(broken: list[Finding], note: str) -> list[Finding]:
 
 
 def _others(evidence: Evidence, config: RunConfig, own_first: bool) -> Iterator[tuple[Batch, str]]:
-    """Micro-batches to look at, each with a note on what it is.
+    """Yield the micro-batches to recheck, each with a note that describes it.
 
-    First the other sequences of the one that was examined, two at a time, as they tell the sequence; then whole ones
-    with the step's own weights; then pairs of sequences of the others. own_first: begin with the second.
+    First the other sequences of the examined micro-batch, two at a time, since they name the sequence; then whole
+    micro-batches with the step's own weights; then pairs of sequences of the others. own_first: begin with the second.
     """
     whole = [(micro, OWN) for micro in _whole(evidence, config)]
     pairs = ((pair, f"on sequences {_rows(pair)} of the micro-batch") for pair in _pairs(evidence, config))
@@ -135,9 +135,9 @@ def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
 
 
 def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
-    """Pairs of sequences that were not examined: of the micro-batch that was, then of the others.
+    """Yield pairs of sequences that were not examined: first of the examined micro-batch, then of the others.
 
-    An odd one comes with the one before it: the reference's programs are of two sequences.
+    An odd sequence is paired with the one before it: the reference's programs take two sequences.
     """
     size = len(evidence.tapped.tokens)
     seen = set(weighted_rows(evidence.tapped).tolist())

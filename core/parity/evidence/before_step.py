@@ -70,7 +70,7 @@ def _probe(found: Gathering) -> None:
 
 
 def _have_step_show_gradients(found: Gathering) -> None:
-    """Have the step itself show its gradients, where the session can: to compute them twice costs a step."""
+    """Request the step's own gradients where the session can show them: a second computation costs a step."""
     if found.probed is None:
         return
     with suppress(NotSupported):

@@ -25,7 +25,7 @@ class Behind:
         self._tensors, self._bytes, self._done = 0, 0, threading.Condition()
 
     def submit(self, array: np.ndarray, work: Callable[[], None]) -> None:
-        """Have the thread do what it does with an array, when there is room for it. `work` raises nothing."""
+        """Queue `work`, which uses `array` and raises nothing, for the thread; block until there is room."""
         with self._done:
             self._done.wait_for(lambda: not self._tensors or self._bytes + array.nbytes <= self._most)
             self._tensors, self._bytes = self._tensors + 1, self._bytes + array.nbytes
@@ -60,7 +60,7 @@ class BehindStore(FolderStore):
         self._scratches: list[BehindStore] = []
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """See `Store`: takes a tensor that is not written to any more, when there is room for it."""
+        """Implement `Store.put` on the thread; block until there is room. The tensor must not change afterwards."""
         array = np.asarray(array)
         self._behind.submit(array, lambda: self._write(kind, name, array))
         self._raise_failure()
@@ -81,7 +81,7 @@ class BehindStore(FolderStore):
             raise self._failed
 
     def scratch(self) -> Self:
-        """See `Store`."""
+        """Implement `Store.scratch`."""
         self._scratches.append(made := super().scratch())
         return made
 
@@ -92,22 +92,22 @@ class BehindStore(FolderStore):
         self._thread.shutdown()
 
     def names(self, kind: str) -> KeysView[str]:
-        """See `FolderStore`."""
+        """Implement `FolderStore.names`."""
         self._wait()
         return super().names(kind)
 
     def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
-        """See `FolderStore`."""
+        """Implement `FolderStore.finish`."""
         self._wait()
         super().finish(documents)
 
     def move(self, folder: Path) -> None:
-        """See `FolderStore`."""
+        """Implement `FolderStore.move`."""
         self._wait()
         super().move(folder)
 
     def flush(self) -> None:
-        """See `FolderStore`."""
+        """Implement `FolderStore.flush`."""
         self._wait()
         super().flush()
 

@@ -223,9 +223,9 @@ def read_capsule(path: Path) -> Capsule:
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
-    """`torch 2.12.0 then, 2.13.0 here` for each package of `here` whose version differs: a warning, not an error.
+    """List `torch 2.12.0 then, 2.13.0 here` for each package of `here` whose version differs: a warning, not an error.
 
-    A capsule of an earlier Lockstep has the versions of its trainer alone.
+    A capsule of an earlier Lockstep has only the versions of its trainer.
     """
     then = capsule.about["versions"]
     return [

@@ -362,7 +362,7 @@ def _same(one: np.ndarray, other: np.ndarray | None) -> bool:
 
 
 def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ...]:
-    """Say of which other weights scores or samples after a step are made. moved: the step changed the weights."""
+    """Return which other weights the scores or samples after a step come from. moved: the step changed the weights."""
     if not _same(seen[what], apart.seen[what]):
         return ("not those of the same state, loaded",)
     if moved and _same(apart.seen[what], apart.seen_before.get(what)):

@@ -26,7 +26,10 @@ class LastingStore(NoStore):
     """
 
     def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor, ranks: int = 1) -> None:
-        """ranks: how many put into it, each what it holds."""
+        """Create the folder with `make`, and write on `thread`.
+
+        ranks: number of ranks, each of which puts the parts that it holds.
+        """
         super().__init__(ranks)
         self._behind = Behind(thread, BEHIND_BYTES)
         self._lost: UserError | None = None
@@ -51,7 +54,7 @@ class LastingStore(NoStore):
             self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
 
     def arrays(self, kind: str) -> Arrays:
-        """See `Store`: to be read when all of it is written; nothing if there is no folder."""
+        """Implement `Store.arrays`, for reading once all of it is written; empty if there is no folder."""
         return {} if self._store is None else Stored(self._store, kind)
 
     @property
@@ -60,7 +63,7 @@ class LastingStore(NoStore):
         return None if self._store is None else self._store.folder
 
     def finish_part(self) -> None:
-        """Let rank 0 know that all is there, or that something is lost. `thread` calls it, after the last `put`."""
+        """Signal rank 0 that this part is complete, or lost. `thread` calls it after the last `put`."""
         if self._store is None:
             return
         if self._lost is not None:
@@ -70,7 +73,7 @@ class LastingStore(NoStore):
             self._store.finish()
 
     def finish(self, save: Callable[[FolderStore], object], place: Path) -> None:
-        """Let `save` finish the folder, and rename it to `place`, where whatever was there is removed.
+        """Finish the folder with `save`, and rename it to `place`, where any earlier folder is removed.
 
         `thread` calls it, after the last `put`. Raises UserError if the evidence is lost, and what `save` raises.
         """

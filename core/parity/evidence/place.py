@@ -32,12 +32,12 @@ def is_large(config: RunConfig) -> bool:
 
 
 def return_large_blocks(config: RunConfig) -> None:
-    """Have the C library give large blocks back as they are freed, on each of several ranks, where a check is large.
+    """Return freed large blocks to the system at once, on each of several ranks, where a check is large.
 
-    glibc raises the size of what it gives back up to 32 MiB, and keeps freed blocks below it among small ones that are
-    still in use: on a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. On one rank
-    alone they are little, and blocks that the system zeroes each time cost a twentieth of a check's time, and of a
-    small model's steps. It lasts as long as the process. Nothing happens where the C library cannot be asked.
+    glibc raises its threshold for returning memory up to 32 MiB, and keeps freed blocks below it among small ones that
+    are still in use: on a rank that showed the 64.5M model under FSDP, two fifths of its memory was such holes. On a
+    single rank the holes are small, and blocks that the system zeroes each time cost a twentieth of a check's time, and
+    of a small model's steps. The setting lasts as long as the process. Without glibc nothing happens.
     """
     if config.train.ranks > 1 and cost_of_check(config, thorough=True).kept > LARGE_ON_RANKS:
         with suppress(AttributeError, OSError):

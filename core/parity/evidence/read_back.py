@@ -17,10 +17,10 @@ WHAT = "what the step's program was given, read back from its device"
 
 
 def reading_back(session: Session, missing: list[str]) -> Callable[[Batch], dict[str, int]]:
-    """Have the next step keep what its program is given; return what counts, after the step, where it differs.
+    """Request that the next step keep its program's inputs; return a function that counts differences from a batch.
 
-    It counts elements that differ from a batch, by array; nothing where the session does not show them, and `missing`
-    gets why.
+    The function returns the number of elements that differ, by array. Where the session does not show its inputs, it
+    returns nothing, and `missing` gets the reason.
     """
     try:
         shows = ask(session, ReadsBack)

@@ -265,7 +265,7 @@ class _Writer:
 
 
 def _evidence(document: _Document, store: FolderStore) -> Evidence:
-    """Evidence whose batches and NLL are read, and whose other tensors are `Stored`."""
+    """Rebuild evidence from its document: batches and NLL are read, other tensors are `Stored`."""
 
     def gradients(of: _Gradients | None) -> Gradients | None:
         return None if of is None else there(of)

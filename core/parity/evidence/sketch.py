@@ -54,10 +54,10 @@ def _signs(start: int, count: int) -> np.ndarray:
 
 
 def sketch(x: np.ndarray, offset: int = 0) -> np.ndarray:
-    """S(x) for the row-major coordinates offset … offset + size − 1: (K,), float64 for float64 input, else float32.
+    """Return S(x), float64 (K,) for float64 input, else float32, for row-major coordinates offset … offset + size − 1.
 
-    Sketches of the parts of an array, each at its own offset, add up to the sketch of the whole. A number that is not
-    finite in x is not finite in its bucket.
+    Sketches of the parts of an array, each at its own offset, add up to the sketch of the whole. A number in x that is
+    not finite makes its bucket not finite.
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     flat = np.ascontiguousarray(x, dtype).reshape(-1)

@@ -103,33 +103,33 @@ class MemoryStore:
         self._kinds: dict[str, dict[str, np.ndarray]] = {}
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """See `Store`."""
+        """Implement `Store.put`."""
         if name in (of_kind := self._kinds.setdefault(kind, {})):
             raise ValueError(f"{kind}/{name} is there already")
         of_kind[name] = array
 
     def get(self, kind: str, name: str) -> np.ndarray:
-        """See `Store`."""
+        """Implement `Store.get`."""
         return self._kinds[kind][name]
 
     def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
-        """See `Store`."""
+        """Implement `Store.part`."""
         return self.get(kind, name).reshape(-1)[start:stop]
 
     def digest(self, kind: str, name: str) -> str:
-        """See `Store`."""
+        """Implement `Store.digest`."""
         return digest_of(self.get(kind, name))
 
     def arrays(self, kind: str) -> Arrays:
-        """See `Store`."""
+        """Implement `Store.arrays`."""
         return self._kinds.get(kind, {})
 
     def scratch(self) -> Store:
-        """See `Store`."""
+        """Implement `Store.scratch`."""
         return MemoryStore()
 
     def remove(self) -> None:
-        """See `Store`."""
+        """Implement `Store.remove`."""
         self._kinds.clear()
 
 
@@ -214,7 +214,7 @@ class FolderStore:
         return made
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """See `Store`; a tensor whose bytes, dtype and shape are there already is not written again."""
+        """Implement `Store.put`; a tensor whose bytes, dtype and shape are there already is not written again."""
         if self.finished:
             raise ValueError(f"{self.folder} is finished, and takes no {kind}/{name}")
         if name in (of_kind := self._entries.setdefault(kind, {})):
@@ -237,7 +237,7 @@ class FolderStore:
         of_kind[name] = (entry,)
 
     def get(self, kind: str, name: str) -> np.ndarray:
-        """See `Store`."""
+        """Implement `Store.get`."""
         parts = self._parts(kind, name)
         if len(parts) == 1:
             return self._read(parts[0], 0, parts[0].size).reshape(parts[0].shape)
@@ -249,7 +249,7 @@ class FolderStore:
         return found
 
     def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
-        """See `Store`; the pieces in which the part lies are verified."""
+        """Implement `Store.part`; the pieces that the part overlaps are verified."""
         parts = self._parts(kind, name)
         start, stop, _ = slice(start, stop).indices(sum(entry.size for entry in parts))
         found, begin = [], 0
@@ -261,7 +261,7 @@ class FolderStore:
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, DTYPES[parts[0].dtype])])
 
     def digest(self, kind: str, name: str) -> str:
-        """See `Store`, from the index; of a tensor in parts from its bytes."""
+        """Implement `Store.digest` from the index; for a tensor in parts, from its bytes."""
         parts = self._parts(kind, name)
         return parts[0].digest if len(parts) == 1 else digest_of(self.get(kind, name))
 
@@ -274,16 +274,16 @@ class FolderStore:
         return (self._entries.get(kind) or self._lent.get(kind, {})).keys()
 
     def arrays(self, kind: str) -> Stored:
-        """See `Store`, read when asked for."""
+        """Implement `Store.arrays`; a tensor is read when it is accessed."""
         return Stored(self, kind)
 
     def lend(self, ranks: Ranks, of: str) -> None:
-        """Let every rank read what rank 0 alone has put under the kinds that begin with `of`, before it is finished."""
+        """Share with every rank, before `finish`, what rank 0 alone has put under kinds that begin with `of`."""
         lent = ranks.of_first(lambda: {k: dict(tensors) for k, tensors in self._entries.items() if k.startswith(of)})
         self._lent |= lent if self.rank else {}
 
     def scratch(self) -> Self:
-        """See `Store`, in a folder inside this one."""
+        """Implement `Store.scratch`, with a folder inside this one."""
         folders = (self.folder / f"scratch-{self.rank}-{number}" for number in itertools.count())
         return type(self).create(next(folder for folder in folders if not folder.exists()))
 
@@ -357,7 +357,7 @@ class FolderStore:
         return sizes, headers
 
     def remove(self) -> None:
-        """See `Store`: its folder. Another rank leaves it to rank 0, and reports that its own part is lost."""
+        """Implement `Store.remove`: delete the folder; on another rank than 0, report that its part is lost."""
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             return

@@ -45,7 +45,7 @@ class Draws:
         return {name: self._near(self._value(name), draw, i) for i, name in enumerate(self._inputs)}
 
     def cotangents(self, draw: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-        """Gradients of outputs of these shapes, numbers of the dtype. Raises UserError if `grad` has other shapes."""
+        """Return gradients of outputs of these shapes, in the dtype. Raises UserError if `grad` has other shapes."""
         found = {}
         for i, (name, shape) in enumerate(shapes.items()):
             if not self._grad:
@@ -64,7 +64,7 @@ class Draws:
         return found
 
     def responding(self, values: Mapping[str, np.ndarray], salt: int) -> dict[str, np.ndarray]:
-        """Values, or gradients, each times 1 + SMALL · a normal number: what a result answers is its conditioning."""
+        """Multiply each value by 1 + SMALL · a normal number: the change of a result shows its conditioning."""
         return {
             name: np.asarray(
                 x * (1 + SMALL * np.random.default_rng([self._seed, salt, 2, i]).standard_normal(self._once(name, x)))

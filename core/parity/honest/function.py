@@ -97,7 +97,7 @@ def dtype_named(dtype: Any) -> str:
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Float64 values to the nearest number of a dtype, as float64."""
+    """Round float64 values to the nearest number of a dtype; return float64."""
     with np.errstate(over="ignore"):
         return ROUNDINGS[dtype](np.asarray(x)).reshape(np.shape(x))
 

@@ -93,7 +93,7 @@ def _judged(sides: tuple[Side, Side, Side], found: Truth, bounds: Mapping[str, f
 
 
 def _named_after_others(found: Sequence[Judged], sides: tuple[Side, Side, Side]) -> tuple[Judged, ...]:
-    """Say of a wrong result whose truth it is nearer to, if it is another's."""
+    """Add to each wrong result the name of another result whose truth it is nearer to, if there is one."""
     mine, _, truth = (side.results(0) for side in sides)
     said = []
     for one in found:
@@ -108,7 +108,7 @@ def _named_after_others(found: Sequence[Judged], sides: tuple[Side, Side, Side])
 
 
 def _apart(x: np.ndarray, t: np.ndarray) -> float:
-    """‖x − t‖ / ‖t‖; infinite for other shapes and a truth of zero."""
+    """Return ‖x − t‖ / ‖t‖; infinite where shapes differ or the truth is zero."""
     if x.shape != t.shape or not np.any(t):
         return np.inf
     with np.errstate(invalid="ignore"):

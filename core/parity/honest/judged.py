@@ -59,7 +59,7 @@ class Judged:
 
 
 def exact_one(name: str, sides: tuple[Side, Side, Side]) -> Judged:
-    """Integers and booleans: mine may differ from the truth in no more places than plain does."""
+    """Judge integers and booleans: mine may differ from the truth in no more places than plain does."""
     own, twin, exact = (np.array([one.array for one in side.of(name)]) for side in sides)
     wrong, of_plain = (int(np.count_nonzero(side != exact)) for side in (own, twin))
     words = f"{wrong} of {exact.size} numbers differ from the truth, {of_plain} of plain's"

@@ -101,7 +101,7 @@ class Units:
     """The twin's error by element, row and column of a table, from some draws of its squares."""
 
     def __init__(self, squares: np.ndarray, floor: np.ndarray) -> None:
-        """squares: mean over draws, (rows, columns). floor: of the same shape."""
+        """Compute the units from squares, the mean over draws, and their floor; both (rows, columns)."""
         self.rows = np.maximum(squares.sum(1), floor.sum(1))
         self.columns = np.maximum(squares.sum(0), floor.sum(0))
         self.total = max(float(squares.sum()), float(floor.sum()), np.finfo(np.float64).tiny)
@@ -118,7 +118,7 @@ class Units:
         return np.sqrt(squares.sum(axis) / np.maximum(own, self.total / len(own)))
 
     def shares(self, squares: np.ndarray, floor: np.ndarray) -> np.ndarray:
-        """Squares of errors of one draw, with its floor, in units of each element."""
+        """Return the squares of one draw's errors in units of each element, or of the draw's floor if larger."""
         return squares / np.maximum(self.elements, floor)
 
 
@@ -132,7 +132,7 @@ def floor_of(sides: Sides, draw: int) -> np.ndarray:
 
 
 def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows, along the last axis, and columns."""
+    """Return (rows, columns): all axes but the last as rows, the last as columns."""
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
@@ -145,7 +145,7 @@ class Errors:
         self.along = [self._along(k) for k in range(len(self._pairs))]
 
     def squares(self, draw: int) -> np.ndarray:
-        """Squares of errors, (rows, columns)."""
+        """Return the squares of one draw's errors, (rows, columns)."""
         x, t = self._pairs[draw]
         return np.square(x - t).reshape(self._table)
 
@@ -259,7 +259,7 @@ def _along_by_chance(variance: np.ndarray, truth: np.ndarray) -> float:
 
 
 def _participating(variance: np.ndarray) -> float:
-    """About how many elements carry the error: (Σv)² / Σv²."""
+    """Return about how many elements carry the error: (Σv)² / Σv²."""
     scale = float(variance.max(initial=0.0))
     if not scale:
         return variance.size

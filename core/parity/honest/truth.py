@@ -101,7 +101,7 @@ def _these(given: Mapping[str, np.ndarray], _: Mapping[str, tuple[int, ...]]) ->
 def _terms(
     truth: Function, draws: Draws, values: Mapping[str, np.ndarray], exact: Answer, base: Mapping[str, Value]
 ) -> dict[str, float]:
-    """How many numbers of one input, or of one output's gradient, a number of a result depends on, at most."""
+    """Count how many numbers of one input, or of one output's gradient, each result depends on, at most."""
     terms = dict.fromkeys(base, 1.0)
     grads = draws.cotangents(0, _shapes(exact)) if exact.grads else {}
 

@@ -62,7 +62,7 @@ def amaxes(
 
 
 def _around_load(evidence: Evidence) -> Iterator[Finding]:
-    """After the step the session casts as it does when it has been given that state."""
+    """Compare the casts of the session after the step with its casts once that state has been loaded."""
     if len(evidence.around_load) < 2:
         return
     first, second = ({name: one.sketch.astype(float) for name, one in of.items()} for of in evidence.around_load)
@@ -161,7 +161,7 @@ def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: 
 
 
 def _both_errors(cast: str, repeated: Repeated) -> float:
-    """By how much two honest amaxes of one cast may differ, relative to them, in any layer."""
+    """Return the most by which two honest amaxes of one cast may differ, relative to them, in any layer."""
     at = CASTS.index(cast)
     sides = [(float(twin[at]), float(truth[at])) for twin, truth in repeated.amaxes.values()]
     error = max((abs(twin - truth) / truth for twin, truth in sides if truth), default=0.0)

@@ -81,7 +81,7 @@ VERSION = 1
 def limits(
     checks: float, distance_bound: float, gain_bound: float, size: int = K, common: float = 0.0
 ) -> tuple[float, float]:
-    """Bounds of B and U after `checks` (effective) checks of `size` independent numbers; derived in the module's text.
+    """Return the bounds of B and U after `checks` (effective) checks of `size` independent numbers (see the module).
 
     distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error. common: what a matrix
     unit's way to sum gives every check beside those (core/parity/measures/accumulators.py), in the same units.
@@ -123,7 +123,7 @@ class _Sums:
             self.curve.extend((float(self.checks), *np.column_stack(self.statistics()).ravel().tolist()))
 
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """B and U by memory, each (M,)."""
+        """Return B and U by memory, each (M,)."""
         return np.linalg.norm(self.total, axis=1) / np.sqrt(self.power), np.abs(self.gain) / self.weight
 
     @property
@@ -186,7 +186,7 @@ class Bias:
         return tuple(self._sums)
 
     def length(self, key: Key) -> int | None:
-        """L, the numbers of each check under this key; None before its first one."""
+        """Return L, the numbers in each check under this key; None before its first one."""
         return self._sums[key].total.shape[1] if key in self._sums else None
 
     def forget(self, key: Key) -> None:
@@ -194,17 +194,17 @@ class Bias:
         self._sums.pop(key, None)
 
     def checks(self, key: Key) -> int:
-        """T, the checks added under this key."""
+        """Return T, the checks added under this key."""
         return self._sums[key].checks if key in self._sums else 0
 
     def curve(self, key: Key) -> np.ndarray:
-        """(points, 5) FP64: T, B, U, and both of the recent checks; thinned to `POINTS` an octave of T."""
+        """Return (points, 5) float64: T, B, U, and both of the recent checks; thinned to `POINTS` an octave of T."""
         return np.asarray(self._sums[key].curve).reshape(-1, COLUMNS)
 
     def measures(
         self, key: Key, distance_bound: float, gain_bound: float, size: int = K, common: float = 0.0
     ) -> tuple[Measure, ...]:
-        """`bias`, `gain_bias`, `bias_recent`, `gain_bias_recent` with bounds; none before `LEAST_CHECKS` checks.
+        """Return `bias`, `gain_bias`, `bias_recent`, `gain_bias_recent` with bounds; none before `LEAST_CHECKS` checks.
 
         distance_bound, gain_bound: the single-step bounds of this comparison
         (core/parity/measures/calibrated_bounds.py), both in units of the twin's error. size: independent numbers in the

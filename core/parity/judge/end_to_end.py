@@ -86,7 +86,10 @@ class Shown(Protocol):
     """Take the twin's and the truth's gradient of a parameter on the tapped micro-batch while both are in memory."""
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
-        """name: of the parameter. errors: as in `Repeated`."""
+        """Take both gradients of the parameter `name`.
+
+        errors: as in `Repeated`.
+        """
         ...
 
 
@@ -159,7 +162,7 @@ def repeat_alone(state: State, batch: Batch, reference: Reference, weight: float
 
 
 def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
-    """About how many independent errors the gradients of a loss carry, by the tokens that carry the loss's gradient.
+    """Return about how many independent errors the gradients of a loss carry, from the tokens that carry its gradient.
 
     ‖∂ loss / ∂ logits‖ of a token is about weight · (1 − p), p = e^(−nll) the probability of its target.
     """

@@ -22,7 +22,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 def not_exercised(evidence: Evidence, config: RunConfig) -> dict[str, str]:
-    """Levers that are on, and did nothing in what was compared → why; empty where `not_covered` lists it already."""
+    """Map each lever that is on but had no effect in what was compared to the reason; skip those in `not_covered`."""
     return dict(_not_exercised(evidence, config))
 
 

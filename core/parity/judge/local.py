@@ -200,7 +200,7 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Gradients reduced over ranks against the sum of the ranks' own; whether ranks hold the same state afterwards."""
+    """Compare gradients reduced over ranks with the sum of the ranks' own, and the ranks' states afterwards."""
     found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
     if found is not None:
         for name, whole in found.whole.grads.items():
@@ -358,7 +358,7 @@ def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
 
 
 def _as_computed(evidence: Evidence) -> Evidence:
-    """Under a loss scale, with gradients as the backward pass had them: where FP16 ends depends on it."""
+    """Return the evidence with gradients times the loss scale, as the backward pass had them within FP16's range."""
     scale = evidence.before.scalars.get(SCALE, 1.0)
     return evidence if scale == 1 else replace(evidence, taps=Scaled(evidence.taps, np.float32(scale), GRADIENT))
 
@@ -374,7 +374,7 @@ def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -
 
 
 def _not_shown(stage: Operation, absent: Sequence[str], said: Sequence[str]) -> Iterator[str]:
-    """Say that a stage is not judged, once for all blocks: the session declares that it cannot show these taps."""
+    """Yield, once for all blocks, that a stage is not judged: the session declares that it cannot show these taps."""
     names = (tap if stage.layer is None else tap.removeprefix(f"blocks.{stage.layer}.") for tap in absent)
     line = f"local checks of {stage.id}: the candidate does not show {', '.join(names)}"
     if line not in said:
@@ -537,9 +537,9 @@ def _bridge(
     reference: Reference,
     keeps_bits: bool,
 ) -> Iterator[Finding]:
-    """Untapped against tapped gradient, as a twin distance.
+    """Compare the untapped with the tapped gradient, as a twin distance.
 
-    keeps_bits: both programs are to give the same bits; else they may be as far apart as two that a compiler made.
+    keeps_bits: both programs must give the same bits; else they may be as far apart as two that a compiler made.
     """
     if not untapped.shape == tapped.shape == t.shape:
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")

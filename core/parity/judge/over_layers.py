@@ -32,7 +32,7 @@ class OverLayers:
             self._seen.setdefault((found.stage, found.phase, tensor, kind), []).append((excess, errors))
 
     def findings(self) -> Iterator[Finding]:
-        """One finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
+        """Yield a finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
         for (stage, phase, tensor, kind), seen in self._seen.items():
             if len(seen) < 2:
                 continue

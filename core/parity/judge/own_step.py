@@ -211,7 +211,7 @@ def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
 
 
 def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
-    """By how much two gradients may differ of which a few elements are rounded otherwise."""
+    """Return the most by which two gradients may differ if a few elements are rounded otherwise."""
     if SCALE in evidence.before.scalars:
         # A format that needs a loss scale rounds its small numbers to fewer bits.
         return FORMATS["bf16"].roundoff

@@ -117,7 +117,7 @@ def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Loss, gradient norm, clip coefficient and learning rate from the candidate's own arrays."""
+    """Check loss, gradient norm, clip coefficient and learning rate, each recomputed from the candidate's arrays."""
     config, record = reference.config, evidence.record
     dtype: np.dtype[np.floating] = np.dtype(reference.stream)
     for tap, (of, batch) in evidence.losses.items():
@@ -198,7 +198,10 @@ class Updated:
     def __init__(
         self, evidence: Evidence, reference: Reference, name: str, part: tuple[slice, Shape] | None = None
     ) -> None:
-        """part: the elements that are looked at, and their shape; by default those that are due."""
+        """Compute the update of the parameter `name`.
+
+        part: the elements to compare, and their shape; by default those that are due.
+        """
         assert evidence.stepped is not None
         config = reference.config
         of_rule = scalars_of_rule(config, name, evidence.before.updates + 1)
@@ -272,7 +275,7 @@ class Updated:
         return {kind: np.pad(x, (0, missing)) if missing else x for kind, x in found.items()}
 
     def _both(self, inputs: Arrays, where: slice) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Twin's and truth's outputs by kind, flat."""
+        """Return the twin's and the truth's outputs by kind, flat."""
         sides = [self._run(session, inputs, where) for session in self._reference.sessions]
         return sides[0], sides[-1]
 
@@ -345,7 +348,7 @@ def step_is_made(evidence: Evidence, reference: Reference) -> bool:
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
-    """Gradients that are not finite: nothing moves."""
+    """Check that nothing moved in a step whose gradients are not finite."""
     basis = "a step whose gradients are not finite is left out: equal bits"
     for stage, old, new in (
         ("moments", before.optimizer, after.optimizer),
@@ -368,7 +371,7 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def in_a_row(evidence: Evidence) -> Iterator[Finding]:
-    """Two steps with nothing between them are the same two with a check between them: equal bits.
+    """Compare two steps with nothing between them, bit for bit, with the same two with a check between them.
 
     The first difference in a step's arithmetic names the link. The judge compares them only where every other link
     holds: a fault in one of those may act in one of the two alone.

@@ -81,7 +81,7 @@ OF_A_ROW = 16
 
 
 def noise_margin(terms: int) -> float:
-    """By how much the noise of a sum of `terms` numbers may be larger than the reference's: √(n / 2·log₂ n) at least.
+    """Return how much larger a sum's noise may be than the reference's, for n = `terms`: at least √(n / 2·log₂ n).
 
     One number after the other, roundings to the size of the partial sums add up to u·√(n²/2)/√3 of a term; in pairs,
     as libraries sum, to u·√(n·log₂ n)/√3 (Higham 1993, The accuracy of floating point summation).
@@ -90,7 +90,7 @@ def noise_margin(terms: int) -> float:
 
 
 def independent(shape: tuple[int, ...]) -> int:
-    """About how many independent errors an array of this shape carries: its size, or less for a narrow matrix.
+    """Estimate how many independent errors an array of this shape carries: its size, or less for a narrow matrix.
 
     A gradient Σ g·xᵀ shares each error of g along a row and each of x along a column: a matrix of 8 rows scatters as a
     tensor of some hundred numbers does, however long its rows are.
@@ -99,7 +99,7 @@ def independent(shape: tuple[int, ...]) -> int:
 
 
 def carriers(x: np.ndarray) -> int:
-    """About how many independent errors carry a tensor's, from where its own norm lies: at most `independent` of shape.
+    """Estimate how many independent errors carry a tensor's error, from where its norm lies; at most `independent`.
 
     A token's numbers share its errors: one whose gradient outweighs all others (a small RMS before a norm, a confident
     prediction) has them in the direction of the truth itself, and a ratio of two such errors is that of two draws.
@@ -119,7 +119,7 @@ def carriers(x: np.ndarray) -> int:
 
 
 def participation(energy: np.ndarray) -> int:
-    """How many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if they are all alike."""
+    """Return how many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if all are equal."""
     # In units of a power of two near the largest: the squares of energies of 1e160 are beyond FP64.
     share = np.ldexp(energy, -int(np.frexp(energy.max())[1])) if energy.size else energy
     squares = float(np.square(share).sum())
@@ -240,7 +240,7 @@ def policy_of(recipe: str) -> PrecisionPolicy:
 
 
 def gradient_kind(model: ModelConfig, parameter: str) -> str:
-    """Gradients of one kind share bounds: by parameter group, queries and keys apart, whose gradients cancel most."""
+    """Return the kind of a gradient, which fixes its bounds: its parameter group, with queries and keys apart."""
     graph = graph_of(model)
     if parameter in graph.into_scores:
         return "gradients/qk"
@@ -302,13 +302,13 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
-    """Recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
+    """Return recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
     every = {f"{recipe}{where}": rows for where in ("", here.ON_GPU) for recipe, rows in shipped().items()}
     return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in every.items()}
 
 
 def shipped() -> dict[str, dict[str, Extremes]]:
-    """Recipe → kind → extremes, from calibrated_bounds.json; a policy's may be those of another (`bounds_of`)."""
+    """Read recipe → kind → extremes from calibrated_bounds.json; a policy's may be those of another (`bounds_of`)."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
     found = {
         recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
@@ -333,7 +333,7 @@ def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> di
 
 
 def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
-    """In words, the extremes that are larger with what was measured here than those that are shipped."""
+    """List, in words, the extremes that are larger with what was measured here than those that are shipped."""
     rows = shipped()[recipe.removesuffix(here.ON_GPU)]
     joined = with_those_here(rows, measured)
     found = []
@@ -493,7 +493,7 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
 
 
 def _under_its_plan(rows: Mapping[str, Extremes], kind: str) -> Extremes:
-    """Under another plan of casts than Lockstep's, bounds are those of both, where the other was measured."""
+    """Return bounds of `kind` joined with those of Lockstep's own plan, where another plan of casts was measured."""
     own = rows[under_own_plan(kind)]
     return own | rows[kind] if kind != under_own_plan(kind) and kind in rows else own
 

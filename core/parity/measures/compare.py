@@ -138,7 +138,7 @@ class NoSession:
     """In the place of a reference's session on ranks that only hear what it came to."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class JudgeOfRanks:
@@ -149,12 +149,12 @@ class JudgeOfRanks:
         self.name = backend.name if backend else ""
 
     def open(self, config: RunConfig) -> Session:
-        """As the backend itself; rank 0 calls it."""
+        """Open the backend's session; rank 0 calls it."""
         assert self._backend is not None
         return self._backend.open(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """As the backend itself; rank 0 calls it."""
+        """Describe the backend; rank 0 calls it."""
         assert self._backend is not None
         return self._backend.describe(config)
 
@@ -284,7 +284,7 @@ def compare(
     layer: int | EllipsisType | None = ...,
     sums: OfSums = NO_SUMS,
 ) -> Finding:
-    """Candidate, twin and truth as full arrays of one shape; see `Comparison`.
+    """Compare candidate, twin and truth, full arrays of one shape; see `Comparison`.
 
     Before an accusation each token counts once. A run of one letter gives all its tokens the same numbers, and one
     element at a tie is then one error, however often the letter comes.
@@ -388,7 +388,7 @@ def same_but_for_rounding(
     phase: str | None = None,
     cancelled: float = 1.0,
 ) -> Finding:
-    """Two arrays of the candidate's own that should be equal bit for bit, but for the order of a few additions.
+    """Compare two arrays of the candidate that must be equal bit for bit, but for the order of a few additions.
 
     cancelled: how much larger than the sum its parts are: by so much do their roundings weigh more.
     """

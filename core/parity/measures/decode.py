@@ -59,7 +59,7 @@ class Direction:
 
     @classmethod
     def of(cls, ratio: float, residual: float, sketched: int = 0) -> Direction:
-        """From r and ‖c − r·t‖ / ‖t‖. sketched: numbers of the sketch that they come from, 0 for whole arrays."""
+        """Build from r and ‖c − r·t‖ / ‖t‖. sketched: size of the sketches that they come from, 0 for whole arrays."""
         if not math.isfinite(ratio):
             return cls(0.0, math.nan, math.nan, math.nan)
         length = math.hypot(ratio, residual)
@@ -80,7 +80,7 @@ class Direction:
 
 
 def direction(c: np.ndarray, t: np.ndarray, sketched: bool = False) -> Direction:
-    """Cosine and length ratio of candidate `c` to truth `t`: arrays of one shape, or their sketches.
+    """Return cosine and length ratio of candidate `c` to truth `t`: arrays of one shape, or their sketches.
 
     A zero truth, or anything that is not finite, gives a NaN ratio. Raises ValueError if shapes differ.
     """
@@ -109,7 +109,7 @@ def explain(
 
 
 def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[str]:
-    """Sentences that name `ratio`, the likeliest first; none if it is 1, or nothing fits, within the tolerance.
+    """Return sentences that name `ratio`, the likeliest first; none if it is 1 or nothing fits within the tolerance.
 
     known: positive numbers by what they are (`known_scalars`, and in a moment or an update `scalars_of_rule`), simplest
     first; each is tried as factor and as divisor, and so are powers of two and a flipped sign.
@@ -184,7 +184,7 @@ def decode_typical(ratios: Sequence[float], known: Mapping[str, float]) -> str:
 
 
 def chance_of_a_match(known: Mapping[str, float], tolerance: float, low: float, high: float) -> float:
-    """Probability that a ratio drawn log-uniformly from [low, high] is given a name by `decode`.
+    """Return the probability that `decode` names a ratio drawn log-uniformly from [low, high].
 
     The measure of the union of all [v·(1 − τ), v·(1 + τ)] on a logarithmic axis, without what counts as 1.
     """
@@ -269,7 +269,7 @@ def _factors(known: Mapping[str, float]) -> dict[str, float]:
 
 
 def _candidates(known: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-    """(name, the ratio that it explains, × or ÷): the known as factor and as divisor, then powers of two."""
+    """Yield (name, the ratio that it explains, × or ÷): the known as factor and as divisor, then powers of two."""
     for name, value in known.items():
         if value <= 0 or not math.isfinite(value):
             raise ValueError(f"{name}: a positive number, not {value}")

@@ -123,7 +123,7 @@ class Sums:
         return replace(d, peaks=self._peaks.peaks(_floor(stream), SMALLEST, noise))
 
     def effective(self) -> int:
-        """About how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
+        """Estimate how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
 
         The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the
         rest, its few roundings decide every ratio.

@@ -37,7 +37,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def ulps(value: float, exact: float, dtype: np.dtype[np.floating]) -> float:
-    """|value − exact| in units of the last place of `exact` in `dtype`; infinite for a non-finite value."""
+    """Return |value − exact| in ulp of `exact` in `dtype`; infinite for a non-finite value."""
     return abs(value - exact) / _spacing(exact, dtype) if math.isfinite(value) else math.inf
 
 
@@ -46,7 +46,7 @@ def _spacing(exact: float, dtype: np.dtype[np.floating]) -> float:
 
 
 def sum_bound(terms: int) -> tuple[float, str]:
-    """Ulp that a sum of `terms` terms may be off in its own precision, and the words for it."""
+    """Return how many ulp a sum of `terms` terms may be off in its own precision, and the words for it."""
     bound = CONFIDENCE * math.sqrt(terms) / 2 + FEW_ULPS
     return bound, f"{CONFIDENCE:g}·√n/2 + {FEW_ULPS:g}, a sum of n = {terms:,}"
 
@@ -78,7 +78,7 @@ def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool =
 
 
 def norm_bound(terms: int) -> tuple[float, str]:
-    """Ulp that an L2 norm of `terms` numbers may be off in its own precision, and the words for it."""
+    """Return how many ulp an L2 norm of `terms` numbers may be off in its own precision, and the words for it."""
     bound, basis = sum_bound(terms)
     chain = min(terms, LONGEST_RUN) / LANES
     return bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane"

@@ -9,5 +9,5 @@ SCATTER_SIZE = 256
 
 
 def scatter(size: int) -> float:
-    """How much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
+    """Return how much wider a band is for a tensor of `size` numbers: √(1 + 256 / size), 1 for large ones."""
     return math.sqrt(1.0 + SCATTER_SIZE / size)

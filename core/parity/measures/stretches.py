@@ -22,7 +22,7 @@ class Space:
     """
 
     def __init__(self, arrays: int) -> None:
-        """arrays: how many are in use at a time."""
+        """Take how many arrays are in use at a time."""
         self._arrays, self._space = arrays, np.empty((arrays, 0))
 
     def of(self, size: int) -> np.ndarray:

@@ -172,7 +172,7 @@ class Check:
         return next(iter(self.origins), None)
 
     def role(self, finding: Finding) -> str | None:
-        """`origin` for a broken link, `contaminated` for what only inherited wrong inputs, None for what holds."""
+        """Return `origin` for a broken link, `contaminated` if only the inputs were wrong, None for what holds."""
         if finding.ok:
             return None
         local = any(not f.ok and f.scope != "end_to_end" for f in self.findings)
@@ -222,7 +222,7 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
 
 
 def overall(checks: Sequence[Check]) -> Outcome:
-    """`disagreed` if any check did, `could_not` if nothing was compared in some step, else `agreed`."""
+    """Return `disagreed` if any check did, `could_not` if nothing was compared in some step, else `agreed`."""
     if any(c.verdict == "disagreed" for c in checks):
         return "disagreed"
     if not checks or any(c.verdict == "could_not" for c in checks):
@@ -231,7 +231,7 @@ def overall(checks: Sequence[Check]) -> Outcome:
 
 
 def never_exercised(checks: Sequence[Check]) -> tuple[str, ...]:
-    """Levers that no check exercised, in the order of the first check."""
+    """List the levers that no check exercised, in the order of the first check."""
     first, *others = [c.not_exercised for c in checks] or [()]
     return tuple(lever for lever in first if all(lever in other for other in others))
 

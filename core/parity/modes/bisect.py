@@ -178,7 +178,7 @@ class _Search:
             self.notes.append(f"step {last}, the last, is clean: a fault that came and went before it is not excluded")
 
     def _scan_if_it_comes_and_goes(self, agreed: list[int], recorded: dict[int, dict[str, Any]]) -> None:
-        """If a later step is clean, an earlier one may be bad though a step between is clean: look at each."""
+        """Check every earlier step if a later step is clean: a bad step may come before a clean one."""
         assert self.bad is not None
         own = [step for step, check in self.checks.items() if step > self.bad and check.verdict == "agreed"]
         seen = [step for step in agreed if step > self.bad and self._examined(recorded[step])]

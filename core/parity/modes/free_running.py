@@ -70,7 +70,7 @@ def _begin(initial: State, references: Reference) -> None:
 
 
 def _drifted(record: StepRecord, c: Arrays, weighted: Batch, references: Reference) -> Drift:
-    """Let the reference take the candidate's step, and see how far all are apart. c: the candidate's weights."""
+    """Take the candidate's step with the reference, and measure how far apart all are. c: the candidate's weights."""
     others = [other.step(weighted) for other in references.sessions]
     states = [other.state().params for other in references.sessions]
     w, t = states[0], states[-1]
@@ -86,6 +86,6 @@ def _drifted(record: StepRecord, c: Arrays, weighted: Batch, references: Referen
 
 
 def _apart(one: Arrays, other: Arrays) -> float:
-    """‖one − other‖ / ‖other‖ over all weights."""
+    """Return ‖one − other‖ / ‖other‖ over all weights."""
     power = sum(float(np.square(one[n].astype(np.float64) - other[n]).sum()) for n in other)
     return math.sqrt(power / sum(float(np.square(other[n], dtype=np.float64).sum()) for n in other))

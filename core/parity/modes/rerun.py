@@ -82,7 +82,11 @@ class Rerun:
     def __init__(
         self, run: RunDir, backend: Backend, config: Callable[[int], RunConfig], batch: Callable[[int], Batch]
     ) -> None:
-        """config: of a step, the run's but for what the candidate is to do otherwise. Raises what opening raises."""
+        """Open a session on the run's first step.
+
+        config: returns the run's settings at a step, with the changes that the candidate is to have. Raises what
+        opening raises.
+        """
         self._states, self._batch, self._config_of, self._backend = StoredStates(run), batch, config, backend
         self._recorded = {line["step"]: line for line in run.records()}
         self._config = config(1)
@@ -160,14 +164,14 @@ class Rerun:
 
 
 def differing_fields(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(field, then, now) of what two records of one step say differently; nothing if there is no record to compare."""
+    """Return (field, then, now) where two records of one step differ; nothing without a record to compare."""
     if then is None:
         return []
     return [(key, then.get(key), now[key]) for key in COMPARED if not same(then.get(key), now[key])]
 
 
 def judged(evidence: Evidence, reference: Reference) -> Check:
-    """`judge`, where a reference that does not take the state is the user's to put right. Raises UserError."""
+    """Call `judge`; raise UserError where the reference does not take the state, which the user can put right."""
     try:
         return judge(evidence, reference)
     except UserError:

@@ -88,7 +88,9 @@ class Shadow:
         folder: Path | None = None,
         first: int = 1,
     ) -> None:
-        """`observations`: the folder that keeps the sketches of each checked step, or None to keep none.
+        """Start the reference's worker.
+
+        observations: the folder that keeps the sketches of each checked step, or None to keep none.
 
         folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one. first: the
         first step of this process, which is checked: what a resume brought back may be wrong.
@@ -276,7 +278,7 @@ class Shadow:
         return f"the reference's {how}; training goes on unchecked"
 
     def _end_if_overdue(self) -> None:
-        """Nothing tells a reference that hangs from one that is slow, but how long it takes."""
+        """Kill a worker that is overdue: only its time distinguishes a reference that hangs from a slow one."""
         waited = time.monotonic() - self._heard
         if not self._waiting or waited <= self._config.parity.timeout_seconds or self._results.poll(0.0):
             return
@@ -305,7 +307,7 @@ class Shadow:
         return result
 
     def judge_apart(self, evidence: Evidence) -> tuple[Evidence, Check | None]:
-        """Have the worker judge evidence beside the run's checks, and wait; the check is None if it does not.
+        """Judge evidence on the worker, beside the run's checks, and wait; the check is None if the worker gives none.
 
         Returns the evidence as it then lies in a folder: `close` removes it.
         """
@@ -366,7 +368,7 @@ class ShadowPart:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
-        """See rank 0's."""
+        """Return whether a step is due, as `Shadow.due` does on rank 0."""
         return self._config.parity.due(step, self._first)
 
     def step(

@@ -162,7 +162,7 @@ class Chain:
                     yield f"{PREFIX}{one.module}", self._seen[one.module or ""]
 
     def _forward(self, micros: list[_Part]) -> None:
-        """Every segment but the last, whose forward pass comes with its backward pass."""
+        """Run the forward pass of every segment but the last, whose forward pass comes with its backward pass."""
         rows, length = micros[0].batch.tokens.shape
         sizes = probe_shapes(self._config.model, rows, length).values()
         kept = np.dtype(self._stream).itemsize * len(micros) * sum(map(math.prod, sizes)) <= KEPT_BYTES

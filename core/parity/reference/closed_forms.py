@@ -87,7 +87,7 @@ def tables(subject: Subject) -> Iterator[Form]:
 
 
 def _positions(subject: Subject, stage: Operation) -> Iterator[Form]:
-    """Every token gets the row of its position, in its own document where positions begin anew there."""
+    """Check that every token gets the row of its position, in its own document where positions restart there."""
     shapes = subject.shapes(stage)
     rows, columns = shapes["weight"]
     weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
@@ -98,7 +98,7 @@ def _positions(subject: Subject, stage: Operation) -> Iterator[Form]:
 
 
 def sums_and_norms(subject: Subject) -> Iterator[Form]:
-    """X + y; RMSNorm of a constant c is c/√(c² + ε), times its gain (Zhang & Sennrich 2019): no mean is taken away.
+    """Check x + y, and RMSNorm (Zhang & Sennrich 2019) of a constant c: c/√(c² + ε), times its gain; no mean is taken.
 
     LayerNorm (Ba et al. 2016) of numbers that are c above and below their mean is ±c/√(c² + ε), times its gain, plus
     its bias.
@@ -140,7 +140,7 @@ GELU_OF_ONE = 0.8411919906082767
 
 
 def activation(subject: Subject) -> Iterator[Form]:
-    """SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3. GELU at ±1."""
+    """Check SwiGLU (Shazeer 2020): silu(ln 3) = ¾·ln 3, times `up`; silu(−ln 3) = −¼·ln 3; and GELU at ±1."""
     for stage in subject.of_kind("gated"):
         shape = subject.shapes(stage)["gate"]
         sign = np.where(np.arange(math.prod(shape)).reshape(shape) % 2, -1.0, 1.0)
@@ -156,7 +156,7 @@ def activation(subject: Subject) -> Iterator[Form]:
 
 
 def rotation(subject: Subject) -> Iterator[Form]:
-    """RoPE (Su et al. 2021) in two halves: pair (j, j + E/2) turns by position·θ^(−2j/E); products know distances.
+    """Check RoPE (Su et al. 2021): pair (j, j + E/2) turns by position·θ^(−2j/E); products depend on distance alone.
 
     Llama 3.1's stretch of a frequency, by the turns that it makes in `rope_original` tokens.
     """
@@ -186,7 +186,7 @@ def rotation(subject: Subject) -> Iterator[Form]:
 
 
 def attention(subject: Subject) -> Iterator[Form]:
-    """Equal keys give the running mean of values, each from its own KV head; two keys a logistic weight of their score.
+    """Check attention: equal keys give the running mean of each KV head's values; two keys a logistic weight of scores.
 
     Where documents do not see each other, within each of them; in a window, over its keys. A cap takes a score s to
     cap·tanh(s / cap).
@@ -232,7 +232,7 @@ def within_documents() -> np.ndarray:
 
 
 def loss_head(subject: Subject) -> Iterator[Form]:
-    """Uniform logits cost ln V; one logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)) as the target.
+    """Check the loss: uniform logits cost ln V; a target's logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)).
 
     z-loss adds z·L² with L = logsumexp: c + ln V where every logit is c, and a plus the cost where one is a above 0.
     A library's head gets them as products: row t of the weight is the unit vector of the token whose target is t.
@@ -284,7 +284,7 @@ BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray
 
 
 def optimizer(subject: Subject) -> Iterator[Form]:
-    """AdamW by hand (Loshchilov & Hutter 2019, algorithm 2, lr on both terms), at the third step, with clipping.
+    """Check AdamW (Loshchilov & Hutter 2019, algorithm 2, lr on both terms) by hand, at step 3, with clipping.
 
     Decay is decoupled, rate and decay are the group's. Muon of a matrix by its singular values (`by_singular_values`).
     """
@@ -316,7 +316,7 @@ def optimizer(subject: Subject) -> Iterator[Form]:
 
 
 def by_singular_values(x: np.ndarray, steps: int) -> np.ndarray:
-    """Newton–Schulz (Jordan 2024) moves singular values alone: each by s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵."""
+    """Apply Newton–Schulz (Jordan 2024) to the singular values: each by s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵."""
     left, values, right = np.linalg.svd(x, full_matrices=False)
     values = values / np.linalg.norm(values)
     for _ in range(steps):

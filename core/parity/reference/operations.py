@@ -16,7 +16,7 @@ ALIGNMENT = 64
 
 
 def run_operation(session: RunsStages, stage: str, one: Operation, inputs: Arrays) -> Mapping[str, np.ndarray]:
-    """`run_stage` of an operation. A look-up is given the rows that it reads, one for each token, and not the table.
+    """Run an operation's stage. A look-up gets the rows that it reads, one a token, in place of the table.
 
     The gradient of the table is whole all the same: each row's, summed in the order of the tokens.
     """

@@ -26,7 +26,7 @@ AMAXES = 3
 
 
 def prepare(reference: Reference, batch: Batch) -> None:
-    """Have both sessions compile each stage for a batch of this shape, where they can. No stage is run."""
+    """Compile each stage in both sessions for a batch of this shape, where they can. No stage is run."""
     try:
         sides = [ask(session, PreparesStages) for session in reference.sessions]
     except NotSupported:
@@ -56,7 +56,7 @@ def _stages(config: RunConfig, micro: Batch, weighted: Batch) -> Iterator[tuple[
 
 
 def _inputs(one: Operation, graph: Graph, batch: Batch) -> dict[str, np.ndarray]:
-    """Zeros of the shapes of a stage's inputs, which take no memory, and what it reads of the batch."""
+    """Return zeros of the shapes of a stage's inputs, which take no memory, and what the stage reads of the batch."""
     found = {role: _zeros(*batch.tokens.shape, *graph.by_tap[tap].width) for role, tap in one.reads.items()}
     found |= {role: _zeros(*parameter.shape) for role, parameter in one.parameters.items()}
     if one.kind == LOOK_UP:  # it is given a row for each token (`run_operation`)

@@ -213,7 +213,7 @@ def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
 
 
 def _wiring(subjects: Subjects) -> Iterator[Finding]:
-    """Every stage of every layer from the taps that it reads, and what it sends back from the gradient at its own."""
+    """Check every stage of every layer from the taps that it reads, and the gradients that it sends back."""
     truth = subjects.at("fp64")
     params = truth.session.state().params
     batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)

@@ -226,7 +226,7 @@ class Judge:
 
 
 def loss_unit(truth: Answer, twin: Answer, t: Arrays, params: Arrays, error: float, stream: type[np.floating]) -> float:
-    """How far an honest loss may stray: first order in relative roundings of size `error` anywhere on its way.
+    """Return how far an honest loss may stray: first order in relative roundings of size `error` on its way.
 
     A relative change ε of every parameter, at random, moves the loss by ε·‖gradient·parameter‖; one of the last
     operations, by ε·|loss|. Where terms cancel in the loss, the first counts; where parameters do little, the second.
@@ -494,7 +494,7 @@ def _narrow(step: Step) -> list[str]:
 
 
 def _coefficient_slack(step: Step) -> float:
-    """Relative error that the ratio of clipped gradients to those before may have, whatever was rounded on the way.
+    """Return the relative error that the ratio of clipped gradients to those before may have from any rounding.
 
     Narrow gradients are rounded a few times, by half a unit each; the norm is one of FP32.
     """

@@ -38,7 +38,9 @@ bf16, fp32 = ROUNDINGS["bfloat16"], ROUNDINGS["float32"]
 
 
 def muon(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Muon of a matrix (Jordan 2024): b ← μb + (1 − μ)g; p ← p·(1 − lr·λ) − lr·s·NS(u), u = b, or μb + (1 − μ)g again.
+    """Return Muon's update of a matrix: b ← μb + (1 − μ)g; p ← p·(1 − lr·λ) − lr·s·NS(u); u = b or μb + (1 − μ)g.
+
+    Source: Jordan 2024, Muon: an optimizer for hidden layers.
 
     NS is Newton–Schulz in bf16. s is √max(1, rows/columns), or 0.2·√max(rows, columns) under `match_rms_adamw`.
     """
@@ -55,13 +57,13 @@ def muon(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
 
 
 def _lerp(start: np.ndarray, end: np.ndarray, weight: float, a: Arithmetic) -> np.ndarray:
-    """`torch.lerp`, which starts from the nearer end; to be rounded by the caller."""
+    """Return `torch.lerp`, which starts from the nearer end; the caller rounds it."""
     between = a.compute(end - start)
     return start + a.scalar(weight) * between if weight < 0.5 else end - between * a.scalar(1 - weight)
 
 
 def _newton_schulz(x: np.ndarray, group: Mapping[str, Any], exact: bool) -> np.ndarray:
-    """Singular values near 1. In bf16, a product and the sum that goes with it are one operation, rounded once."""
+    """Move singular values near 1. In bf16, a product and the sum that goes with it are one operation, rounded once."""
     rounded: Callable[[np.ndarray], np.ndarray] = (lambda y: y) if exact else bf16
     a, b, c = map(float, group["ns_coefficients"])
     tall = x.shape[0] > x.shape[1]
@@ -77,7 +79,7 @@ def _newton_schulz(x: np.ndarray, group: Mapping[str, Any], exact: bool) -> np.n
 def adafactor(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """Torch's Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), with factors of the last two axes.
+    """Return the update of torch's Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), factored over the last two axes.
 
     ρ = min(lr, 1/√t)      α = max(ε₂, rms(p))·ρ      p ← p·(1 − lr·λ)
     r ← r + t^γ·(mean of g² along rows − r)           c likewise along columns      V = r·c / max(mean(r), ε₁)
@@ -111,7 +113,7 @@ def adafactor(
 def torchao_adamw(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """Torchao's 8-bit Adam and AdamW: FP32 inside, scalars too; moments in codes and scales for each block of numbers.
+    """Return the update of torchao's 8-bit Adam or AdamW: FP32 arithmetic; moments in codes and scales by block.
 
     The update uses the moments from before they went into codes. `is_adamw` and `block_size` stand in the group.
     """
@@ -155,7 +157,7 @@ def _torchao_codes(x: np.ndarray, kind: str, group: Mapping[str, Any], a: Arithm
 def bitsandbytes_adamw(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """AdamW of bitsandbytes on the CPU, with moments in FP32, or in 8-bit codes where the group has `in_codes`.
+    """Return the update of bitsandbytes' AdamW on the CPU, moments in FP32, or in 8-bit codes if `in_codes`.
 
         m ← (1 − β₁)·g + β₁·m      v ← (1 − β₂)·g·g + β₂·v      p ← p·(1 − lr·λ)
         p ← p − lr/c₁·m / (√v/c₂ + ε), or with FP32 moments p ← p − lr·c₂/c₁·(m / (√v + ε·c₂))
@@ -201,14 +203,14 @@ def _bitsandbytes_codes(x: np.ndarray, signed: bool) -> np.ndarray:
 
 @cache
 def _levels_of_parts(signed: bool) -> np.ndarray:
-    """(65536,) float64: the number on the map that is nearest to each part's place, in FP32's arithmetic."""
+    """Return (65536,) float64: the number on the map that is nearest to each part's place, in FP32's arithmetic."""
     levels, single = quantisation_map(signed), np.float32
     places = single(2) * np.arange(PARTS, dtype=single) / single(PARTS - 1) - single(1)
     return levels[np.searchsorted((levels[1:] + levels[:-1]) / single(2), places)].astype(np.float64)
 
 
 def _kinds(bounds: str, moments: Mapping[str, Any]) -> dict[str, str]:
-    """Bounds of 8-bit moments and of the update by them; the largest second moment has those of the second moment."""
+    """Map 8-bit moments and the update to their bounds; the largest second moment has those of the second moment."""
     found = {kind: f"{bounds}/{kind.removeprefix('max_')}" for kind in moments}
     return {**found, "update": f"{bounds}/update"}
 

@@ -51,7 +51,7 @@ class Pending:
 
 
 def alone(moment: str) -> Callable[..., np.ndarray]:
-    """How a rank that is alone reads, at any moment."""
+    """Return how a single rank reads tensors, at any moment."""
     return plainly
 
 

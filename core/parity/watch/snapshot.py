@@ -36,11 +36,11 @@ class Reference(Protocol):
     """Two precisions of one function. `params` by the reference's names; `batch` with numpy arrays for tensors."""
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """In FP64, from float64 parameters."""
+        """Compute loss and gradients in FP64, from float64 parameters."""
         ...
 
     def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """As the candidate's precision rounds, from float32 parameters; not asked of a candidate in FP64."""
+        """Compute loss and gradients with the candidate's roundings, from float32 parameters; not called under FP64."""
         ...
 
 
@@ -54,7 +54,7 @@ class StepReference(Protocol):
     own: bool
 
     def answers(self, params: Arrays, batch: Any, precision: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Truth and twin; under fp64 the truth is both. Raises UserError for what it cannot judge, with the reason."""
+        """Return truth and twin; under fp64 the truth is both. Raises UserError for what cannot be judged."""
         ...
 
 
@@ -120,7 +120,7 @@ def _in_codes(tensor: Any) -> bool:
 
 
 def dtype_of(tensor: Any) -> str:
-    """`float32`, `bfloat16` and so on, of a tensor or an array."""
+    """Return the name of a tensor's or an array's dtype: `float32`, `bfloat16` and so on."""
     return str(tensor.dtype).rpartition(".")[2]
 
 
@@ -259,7 +259,7 @@ def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarra
 
 
 def share_equal(arrays: dict[str, Any], others: Mapping[str, Any]) -> None:
-    """Let two copies of the same bits be one."""
+    """Replace each array by the other mapping's array of the same bits, so that one copy is kept."""
     for name, array in arrays.items():
         if isinstance(array, np.ndarray) and _same_bits(array, others.get(name)):
             arrays[name] = others[name]
@@ -272,14 +272,14 @@ def _same_bits(a: np.ndarray, b: Any) -> bool:
 
 
 def outside(params: Mapping[str, Any], optimizers: Sequence[Any]) -> tuple[list[str], int]:
-    """Trainable parameters that no optimizer holds, and how many tensors optimizers hold that the model does not."""
+    """Return trainable parameters that no optimizer holds, and how many optimizers' tensors are not the model's."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p) for p in params.values()}
     return [n for n, p in params.items() if p.requires_grad and id(p) not in held], len(held - ours)
 
 
 def _number(value: Any) -> Any:
-    """Hyperparameters that are tensors (`capturable`) as floats, also inside a tuple."""
+    """Convert hyperparameters that are tensors (`capturable`) to floats, also inside a tuple."""
     if isinstance(value, tuple):
         return tuple(_number(x) for x in value)
     return float(value) if hasattr(value, "detach") else value

@@ -222,7 +222,7 @@ def put_together(
 
 
 def owner_of(broken: Sequence[str], c: Arrays, w: Arrays, layouts: Mapping[str, Layout]) -> str:
-    """Say that one rank's parts alone are off in all broken gradients, if it is so. c, w: gradients, and the twin's."""
+    """Return a note if one rank's parts alone are off in all broken gradients. c, w: gradients, and the twin's."""
     owners = set()
     for name in broken:
         if name not in layouts:

@@ -27,7 +27,7 @@ class WatchCheck(Check):
     operations: Coverage | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As `Check.to_json`, with `not_judged` and `operations`."""
+        """Extend `Check.to_json` with `not_judged` and `operations`."""
         counts = self.operations.to_json() if self.operations else None
         return super().to_json() | {"not_judged": list(self.not_judged), "operations": counts}
 
@@ -48,7 +48,7 @@ class Uncovered:
             self.listed.append(text)
 
     def skip(self, link: str, why: str) -> None:
-        """Say in the verdict's line that a link is not judged."""
+        """Add a link that is not judged, and the reason, to the verdict's line."""
         reasons = self.skipped.setdefault(link, [])
         if why not in reasons:
             reasons.append(why)

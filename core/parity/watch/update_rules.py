@@ -20,7 +20,7 @@ State = Mapping[str, np.ndarray]
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Float64 values rounded by way of FP32 to the nearest bfloat16, ties to even; float64 array of the same shape."""
+    """Round float64 values through FP32 to the nearest bfloat16, ties to even; return float64 of the same shape."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     # Adding just under half of the last kept place, plus that place's own bit, carries exactly where it must.
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)) << np.uint32(16)
@@ -100,7 +100,9 @@ IN_FP32 = "in_fp32"
 
 
 def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Adam with g ← g + λp, or AdamW's p ← p·(1 − lr·λ) where `decoupled_weight_decay` (arXiv 1711.05101).
+    """Return the update of Adam with g ← g + λp, or AdamW's p ← p·(1 − lr·λ) (arXiv 1711.05101).
+
+    AdamW's form is used where the group has `decoupled_weight_decay`.
 
         m ← m + (1 − β₁)(g − m)        v ← β₂v + (1 − β₂)g²
         p ← p − lr/(1 − β₁ᵗ) · m / (√v̄ / √(1 − β₂ᵗ) + ε)
@@ -172,17 +174,17 @@ def _adam_in_fp32(
 
 
 def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Adam with decoupled decay."""
+    """Return the update of Adam with decoupled decay."""
     return adam(p, g, before, step, {**group, "decoupled_weight_decay": True}, a)
 
 
 def adam_l2(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """torch.optim.Adam: coupled decay unless the group sets it otherwise."""
+    """Return the update of torch.optim.Adam: coupled decay unless the group sets it otherwise."""
     return adam(p, g, before, step, {"decoupled_weight_decay": False, **group}, a)
 
 
 def sgd(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """SGD with momentum μ and dampening τ: g ← g + λp; b ← μb + (1 − τ)g, b ← g at first; p ← p − lr·b.
+    """Return the update of SGD, momentum μ, dampening τ: g ← g + λp; b ← μb + (1 − τ)g, first b ← g; p ← p − lr·b.
 
     Nesterov's form steps by g + μb. float64 arrays of one shape.
     """
