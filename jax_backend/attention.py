@@ -53,14 +53,14 @@ class Scores:
 
 
 def document_mask(documents_BS: Array) -> Array:
-    """(B, 1, S, S) bool: which keys each query sees, those of its own document that do not come after it."""
+    """Return (B, 1, S, S) bool: the keys of its own document that do not come after a query, which it sees."""
     position = jnp.arange(documents_BS.shape[1])
     same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
     return (same_BST & (position[:, None] >= position[None, :]))[:, None]
 
 
 def window_mask(documents_BS: Array | None, window: int, length: int) -> Array:
-    """(B or 1, 1, S, S) bool: the keys of a query's document that are less than `window` before it, and itself."""
+    """Return (B or 1, 1, S, S) bool: itself and the keys of a query's document less than `window` before it."""
     position = jnp.arange(length)
     ago_ST = position[:, None] - position[None, :]
     near = jnp.logical_and(ago_ST >= 0, ago_ST < window)[None, None]
@@ -75,7 +75,7 @@ def attention(
     mask_B1ST: Array | None = None,
     scores: Scores | None = None,
 ) -> Array:
-    """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E); without a mask, every query sees what does not come after it.
+    """Return softmax(q·kᵀ·scale + mask)·v, (B, S, H, E); without a mask, a query sees the keys up to its own place.
 
     k and v have as many heads as q, or fewer, each for the queries of a group. scores: by default 1/√E is the scale.
     """
@@ -157,7 +157,7 @@ def one_by_one(policy: Policy) -> bool:
 
 
 def _of_groups(x_BTHE: Array, group: int, member: int | EllipsisType) -> Array:
-    """(B, T, H, E) → (B, T, H/group, E): what one member of each group has, or the sum over all of them (`...`)."""
+    """Return (B, T, H/group, E) of x (B, T, H, E): one member of each group, or the sum over all of them (`...`)."""
     if group == 1:
         return x_BTHE
     by_group = x_BTHE.reshape(*x_BTHE.shape[:2], -1, group, x_BTHE.shape[-1])

@@ -34,7 +34,7 @@ class JaxBackend:
         return JaxSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force.
+        """Return versions, the device and what is in force.
 
         Raises UserError if XLA needs a setting to be deterministic, or has not the devices that were asked for, or
         orbax, which writes the checkpoints of a run, is not installed.

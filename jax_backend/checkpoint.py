@@ -43,7 +43,7 @@ class WritingJax:
         return self._odd
 
     def wait(self) -> None:
-        """Until orbax has written everything. Raises OSError if the disk refuses."""
+        """Block until orbax has written everything. Raises OSError if the disk refuses."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:  # tensorstore's, which are ValueErrors, and what threads raise

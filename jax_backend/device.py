@@ -48,7 +48,7 @@ def use_device(config: RunConfig) -> None:
 
 
 def _smallest_memory(count: int) -> float:
-    """Bytes of the smallest of the first `count` GPUs that this process may use. Raises UserError if there is none."""
+    """Return bytes of the smallest of the first `count` GPUs of this process. Raises UserError if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={','.join(visible.split(',')[:count])}"] if visible else []
     try:

@@ -8,7 +8,7 @@ from jax import Array
 
 
 def negative_log_likelihood(logits_BSV: Array, targets_BS: Array, z_loss: float = 0.0) -> Array:
-    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, in their dtype.
+    """Return logsumexp(logits) − the target's logit, plus z-loss: (B, S, V), (B, S) → (B, S) in nats, their dtype.
 
     The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
     """
@@ -19,6 +19,6 @@ def negative_log_likelihood(logits_BSV: Array, targets_BS: Array, z_loss: float 
 
 
 def weighted_mean(nll_BS: Array, weights_BS: Array, total: Array) -> Array:
-    """Σ weight·nll / total, accumulated in FP64: a float64 scalar."""
+    """Return Σ weight·nll / total, accumulated in FP64: a float64 scalar."""
     wide = nll_BS.astype(jnp.float64) * weights_BS.astype(jnp.float64)
     return wide.sum() / total.astype(jnp.float64)

@@ -56,7 +56,7 @@ def no_tap(name: str, value: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """X (…, D) / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
+    """Return x (…, D) / √(mean(x²) + eps) · gain (Zhang & Sennrich 2019)."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * weight
 
 
@@ -69,7 +69,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.empty(width))
 
     def __call__(self, x: Array) -> Array:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return rms_norm(x, self.weight[...], self.eps)
 
 
@@ -77,7 +77,7 @@ class CenteredNorm(RMSNorm):
     """x / √(mean(x²) + eps) · (1 + w)."""
 
     def __call__(self, x: Array) -> Array:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return rms_norm(x, 1 + self.weight[...], self.eps)
 
 
@@ -91,7 +91,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.empty(width))
 
     def __call__(self, x: Array) -> Array:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return layer_norm(x, self.weight[...], self.bias[...], self.eps)
 
 
@@ -104,7 +104,7 @@ class HeadNorm(nnx.Module):
         self.weight = nnx.Param(jnp.empty(width))
 
     def __call__(self, x: Array) -> Array:
-        """X (B, S, H, E) → (B, S, H, E)."""
+        """Normalise each head of x (B, S, H, E) → (B, S, H, E)."""
         return rms_norm(x, self.weight[...], self.eps)
 
 
@@ -121,7 +121,7 @@ class Linear(nnx.Module):
         self.float8: Float8 | None = None
 
     def __call__(self, x: Array, policy: Policy) -> Array:
-        """X (…, in) → (…, out)."""
+        """Project x (…, in) → (…, out)."""
         bias = None if self.bias is None else self.bias[...]
         return linear(x, self.weight[...], bias, policy, self.float8)
 
@@ -129,7 +129,7 @@ class Linear(nnx.Module):
 def rope_tables(
     length: int, head_dim: int, theta: float, angles: Any = jnp.float64, stretch: Stretch | None = None
 ) -> tuple[Array, Array]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product.
+    """Return cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), FP64. angles: of frequency and product.
 
     stretch: of the frequencies, in radians a token, or None.
     """
@@ -161,7 +161,7 @@ def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
 
 
 def positions(documents_BS: Array) -> Array:
-    """Position of each token in its own document, from 0: (B, S)."""
+    """Return the position of each token in its own document, from 0: (B, S)."""
     # So many tokens of the same document come before it.
     return document_mask(documents_BS)[:, 0].sum(-1) - 1
 
@@ -204,7 +204,7 @@ class Attention(nnx.Module):
         return jnp.repeat(x_BSKE, self.heads // self.kv_heads, axis=2)
 
     def attend(self, q_BSHE: Array, k_BSKE: Array, v_BSKE: Array, policy: Policy, mask: Mask | None = None) -> Array:
-        """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
+        """Return softmax(q·kᵀ·scale + mask)·v, (B, S, H, E), operands and output rounded to the operand dtype."""
         k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
         if not self.grouped:
             k_BSKE, v_BSKE = self.expand(k_BSKE), self.expand(v_BSKE)
@@ -219,7 +219,7 @@ class Attention(nnx.Module):
         return x_BSHE
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Attend within x (B, S, D), already normed → (B, S, D)."""
         q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
         k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
         v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
@@ -237,7 +237,7 @@ class Attention(nnx.Module):
 
 
 def gelu(x: Array) -> Array:
-    """x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016, section 2), written out."""
+    """Return x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016, section 2), written out."""
     return 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
@@ -251,11 +251,11 @@ class SwiGLU(nnx.Module):
         self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, gate_BSF: Array, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
-        """silu(gate) ⊙ up. between: what silu(gate) passes."""
+        """Return silu(gate) ⊙ up. between: applied to silu(gate)."""
         return between(jax.nn.silu(gate_BSF)) * up_BSF
 
     def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Map x (B, S, D), already normed → (B, S, D)."""
         gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
         up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
         act_BSF = tap(f"{name}.act", policy.activated(self.activate, gate_BSF, up_BSF))
@@ -266,7 +266,7 @@ class GeGLU(SwiGLU):
     """W_down · (gelu(W_gate·x) ⊙ W_up·x) (Shazeer 2020), GELU by tanh."""
 
     def activate(self, gate_BSF: Array, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
-        """gelu(gate) ⊙ up. between: what gelu(gate) passes."""
+        """Return gelu(gate) ⊙ up. between: applied to gelu(gate)."""
         return between(gelu(gate_BSF)) * up_BSF
 
 
@@ -279,11 +279,11 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, up_BSF: Array, between: Callable[[Array], Array] = as_it_is) -> Array:
-        """gelu(up). between: there is nothing that could pass it."""
+        """Return gelu(up). between: not applied, as nothing is multiplied."""
         return gelu(up_BSF)
 
     def __call__(self, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Map x (B, S, D), already normed → (B, S, D)."""
         up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
         act_BSF = tap(f"{name}.act", policy.activated(self.activate, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
@@ -312,7 +312,7 @@ class Block(nnx.Module):
         return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
-        """X (B, S, D) → (B, S, D)."""
+        """Map x (B, S, D) → (B, S, D)."""
         normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
@@ -347,7 +347,7 @@ class Positions(nnx.Module):
         self.weight = nnx.Param(jnp.empty((rows, hidden)))
 
     def __call__(self, x_BSD: Array, places: Array) -> Array:
-        """X (B, S, D) plus the rows of these positions, (S,) or (B, S)."""
+        """Add the rows of these positions, (S,) or (B, S), to x (B, S, D)."""
         return x_BSD + self.weight[...][places]
 
 
@@ -388,7 +388,7 @@ class Transformer(nnx.Module):
         return rope_tables(length, self.head_dim, self.theta, self.angles, *self.stretch)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
-        """Positions and masks as configured; a sequence without documents is one document."""
+        """Return positions and masks as configured; a sequence without documents is one document."""
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
         apart = documents_BS if self.document_mask else None
         rope = rope_at(self.rope_of(length), reset, policy)
@@ -423,7 +423,7 @@ class Transformer(nnx.Module):
         return weight
 
     def logits(self, x_BSD: Array, policy: Policy) -> Array:
-        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype."""
+        """Map the final norm's output (B, S, D) → logits (B, S, V), stream dtype."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def cap(self, logits_BSV: Array) -> Array:
@@ -431,7 +431,7 @@ class Transformer(nnx.Module):
         return self.logits_cap * jnp.tanh(logits_BSV / self.logits_cap) if self.logits_cap else logits_BSV
 
     def nll(self, logits_BSV: Array, targets_BS: Array) -> Array:
-        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype."""
+        """Return logsumexp(logits) − the target's logit, plus z-loss, (B, S), in the logits' dtype."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, documents_BS: Array | None = None) -> Array:
@@ -451,7 +451,7 @@ class Transformer(nnx.Module):
         policy: Policy,
         *documents_BS: Array,
     ) -> tuple[Array, Array]:
-        """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
+        """Return Σ weight·loss / total, a float64 scalar, and per-token losses (B, S), through the run's loss head."""
         if self.fused_loss is None:
             nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
             return weighted_mean(nll_BS, weights_BS, total), nll_BS

@@ -80,7 +80,7 @@ def _adamw(
 def _adamw_in_fp32(
     optim: OptimConfig, p: Array, grad: Array, old: Tree, step: Array, lr: Array, decay: float
 ) -> tuple[tuple[Array, ...], Tree]:
-    """AdamW as torch's fused kernel on CUDA has it: FP32 hyperparameters, and a fused multiply-add is one rounding.
+    """Update as torch's fused AdamW on CUDA: FP32 hyperparameters, and a fused multiply-add is one rounding.
 
     Each is a sum in FP64 that is then rounded. In FP64 there is nothing to round, but β stays what it is in FP32.
     core/parity/watch/update_rules.py has the formulas and their source.
@@ -167,7 +167,7 @@ WORDS: dict[str, Callable[[RunConfig], str]] = {
 
 
 def update_moments(optim: OptimConfig, grad: Array, exp_avg: Array, exp_avg_sq: Array) -> tuple[Array, Array]:
-    """First and second moments after `grad` (Kingma & Ba 2015)."""
+    """Return the first and second moments after `grad` (Kingma & Ba 2015)."""
     return (
         optax.tree.update_moment(grad, exp_avg, optim.beta1, 1),
         optax.tree.update_moment(grad, exp_avg_sq, optim.beta2, 2),
@@ -177,7 +177,7 @@ def update_moments(optim: OptimConfig, grad: Array, exp_avg: Array, exp_avg_sq: 
 def adamw_terms(
     optim: OptimConfig, p: Array, exp_avg: Array, exp_avg_sq: Array, step: Array, lr: Array, decay: float
 ) -> tuple[Array, Array]:
-    """p·(1 − lr·λ) and the step to add to it, from updated moments."""
+    """Return p·(1 − lr·λ) and the step to add to it, from updated moments."""
     one = jnp.asarray(1.0, jnp.float64)
     correction, root = (
         one - optim.beta1 ** step.astype(one.dtype),
@@ -190,7 +190,7 @@ def adamw_terms(
 def torchao_terms(
     optim: OptimConfig, p: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: Array, lr: Array, decay: float
 ) -> tuple[tuple[Array, Array, Array], Array, Array]:
-    """Torchao's AdamW in FP32: p, −(lr·λ)·p and the step; and the moments before they are rounded to 8 bits.
+    """Return torchao's AdamW in FP32: p, −(lr·λ)·p and the step; and the moments before they are rounded to 8 bits.
 
     The powers of β are taken in FP64 of what β is in FP32, and rounded: FP32's own power is rarely another number.
     """
@@ -207,14 +207,14 @@ def torchao_terms(
 
 
 def momentum_after(optim: OptimConfig, grad: Array, buffer: Array) -> Array:
-    """Muon's momentum, an average of gradients, in the order of `torch.lerp`."""
+    """Return Muon's momentum, an average of gradients, in the order of `torch.lerp`."""
     return buffer + (1 - optim.momentum) * (grad - buffer)
 
 
 def muon_terms(
     optim: OptimConfig, p: Array, grad: Array, buffer: Array, lr: Array, decay: float
 ) -> tuple[Array, Array]:
-    """p·(1 − lr·λ) of a matrix and the step to add to it, from the updated momentum."""
+    """Return p·(1 − lr·λ) of a matrix and the step to add to it, from the updated momentum."""
     update = buffer
     if optim.nesterov:  # `torch.lerp` starts from the nearer end
         near, weight = (grad, optim.momentum) if optim.momentum < 0.5 else (buffer, optim.momentum - 1)
@@ -225,7 +225,7 @@ def muon_terms(
 
 
 def orthogonal(x: Array, steps: int, dtype: str | None) -> Array:
-    """(rows, columns) → the same with singular values near 1, by Newton–Schulz.
+    """Move the singular values of x (rows, columns) near 1, by Newton–Schulz.
 
     dtype: `bf16` rounds the operands and results of every product, the sum that goes with it included, and of the
     quotient by the norm, where torch has bf16 tensors; else they are of the dtype of `x`.
@@ -249,12 +249,12 @@ def in_words(config: RunConfig) -> str:
 
 
 def global_norm(grads: Tree) -> Array:
-    """L2 norm over all gradients, a float64 scalar, accumulated in FP64."""
+    """Return the L2 norm over all gradients, a float64 scalar, accumulated in FP64."""
     return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(g.ravel().astype(jnp.float64)) for g in grads.values()]))
 
 
 def clip_coefficient(optim: OptimConfig, norm: Array) -> Array:
-    """min(1, limit / (norm + 1e-6)), the 1e-6 as in `torch.nn.utils.clip_grad_norm_`; 1 where clipping is off."""
+    """Return min(1, limit / (norm + 1e-6)), with 1e-6 as in `torch.nn.utils.clip_grad_norm_`; 1 without clipping."""
     if not optim.clip_norm:
         return jnp.ones_like(norm)
     return jnp.minimum(optim.clip_norm / (norm + jnp.asarray(1e-6, norm.dtype)), 1.0)

@@ -38,7 +38,7 @@ class Policy:
     casts: CastPlan = LOCKSTEP
 
     def round(self, x: Array) -> Array:
-        """X with its values rounded, to nearest even, to the operand format."""
+        """Round the values of x, to nearest even, to the operand format."""
         return x if self.operand is None else rounded(x, self.operand)
 
     def round_output(self, x: Array) -> Array:
@@ -46,11 +46,11 @@ class Policy:
         return self.round(x) if self.narrow_output else x
 
     def kept(self, x: Array, key: str) -> Array:
-        """X as the plan keeps what a key of it names: value and gradient rounded to the operand format, or neither."""
+        """Round x, and its gradient, to the operand format if the plan of casts keeps `key` in it; else return x."""
         return _cast(x, self, True) if self.casts.keeps(key) else x
 
     def read(self, x: Array, key: str) -> Array:
-        """X, kept so already, where something reads it: the gradient that is sent back is rounded."""
+        """Return x, kept so already, where something reads it: the gradient that is sent back is rounded."""
         return _cast(x, self, False) if self.casts.keeps(key) else x
 
     def rotated(self, rotate: Callable[[Array], Array], x: Array) -> Array:
@@ -60,7 +60,7 @@ class Policy:
         return self.kept(rotate(x), "rotation")
 
     def tables(self, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """RoPE's tables in the stream dtype, with the plan's rounding."""
+        """Return RoPE's tables in the stream dtype, with the plan's rounding."""
         cos, sin = cos.astype(self.stream), sin.astype(self.stream)
         return (self.round(cos), self.round(sin)) if self.casts.rotates_narrowly else (cos, sin)
 

@@ -41,7 +41,9 @@ def linear(
     float8: Float8 | None = None,
     amax: Array | None = None,
 ) -> Array:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype, where the bias is added, unless the casts differ.
+    """Project x (…, in) by weight (out, in) → (…, out).
+
+    The output, to which the bias is added, is in the stream dtype unless the plan of casts sets another.
 
     float8: makes the product in FP8 (jax_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
     in FP8 is so under the run's own policy, and `evaluate` may ask for another one. amax: of delayed scaling, as

@@ -110,7 +110,7 @@ class JaxSession:
         )
 
     def state_checksums(self) -> dict[str, float]:
-        """CRC-32 of each array, by `params/NAME` and `KIND/NAME`; the step and the scalars as they are."""
+        """Return CRC-32 of each array, by `params/NAME` and `KIND/NAME`; the step and the scalars as they are."""
         kinds = {PARAMS: self.params, **self.moments}
         arrays = {f"{kind}/{name}": np.asarray(x) for kind, of_kind in kinds.items() for name, x in of_kind.items()}
         sums = {name: zlib.crc32(np.ascontiguousarray(x).tobytes()) for name, x in arrays.items()}
@@ -193,14 +193,14 @@ class JaxSession:
         return found
 
     def memory(self) -> Mapping[str, float]:
-        """Bytes: on a GPU `allocated` now and `peak` since the process began; on the CPU, of this process."""
+        """Return bytes: on a GPU `allocated` now and `peak` since the process began; on the CPU, of this process."""
         stats = jax.devices()[0].memory_stats()
         if not stats:
             return process_memory()
         return {"allocated": float(stats["bytes_in_use"]), "peak": float(stats["peak_bytes_in_use"])}
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest attention logit of each layer (jax_backend/tools/attention_logits.py)."""
+        """Return (layers,), the largest attention logit of each layer (jax_backend/tools/attention_logits.py)."""
         documents = batch.documents_for(self.config.attention)
         return np.array(self._largest_logits(self.params, batch.tokens, documents), np.float64)
 
@@ -281,7 +281,7 @@ class JaxSession:
         return np.array(self._next_logits(self.params, padded, np.int32(len(tokens) - 1), documents))
 
     def close(self) -> None:
-        """Nothing is held beyond the object itself."""
+        """Do nothing: nothing is held beyond the object itself."""
 
     def model(self, params: Tree, tap: Tap = no_tap) -> Transformer:
         """Build the module with these parameters, its tensors passing `tap` on their way."""
@@ -291,7 +291,7 @@ class JaxSession:
         return model
 
     def accumulate(self, batch: Batch) -> tuple[Array, list[Array], Tree]:
-        """Loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens.
+        """Return loss, per-token NLL of each micro-batch, and gradients accumulated in order, weighted by tokens.
 
         Sums over ranks in a narrow format are rounded as by the ranks: each rank's sum, and each addition of one.
         """
@@ -326,7 +326,7 @@ class JaxSession:
         total: Array,
         documents: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
+        """Return Σ weight·nll / total of one micro-batch, and its per-token nll (B, S)."""
         model = self.model(params, self.shards.tap(no_tap))
         return model.loss(tokens, targets, weights, total, self.policy, *_given(documents))
 
@@ -336,7 +336,7 @@ class JaxSession:
         return self.scalars.get(SCALE, 1.0)
 
     def total_weight(self, batch: Batch) -> Array:
-        """Σ weight over a batch / loss scale, a float64 scalar: what the loss is divided by."""
+        """Return Σ weight over a batch / loss scale, a float64 scalar: the divisor of the loss."""
         return jnp.asarray(batch.weights.sum(dtype=np.float64) / self.scale, jnp.float64)
 
     def _unscaled(self, grads: Tree) -> Tree:
@@ -415,7 +415,7 @@ class JaxSession:
         return model.cap(model.logits(x_BSD[:, last][:, None], self.policy)[0, 0])
 
     def largest_logits(self, params: Tree, tokens: Array, documents: Array | None) -> Array:
-        """(layers,) the largest attention logit of each layer."""
+        """Return (layers,), the largest attention logit of each layer."""
         return largest_logits(self.model(params), tokens, self.policy, documents)
 
     def _under(self, policy: str) -> Policy:
@@ -438,7 +438,7 @@ class JaxSession:
         return out | {f"{kind}/{n}": np.asarray(m) for kind, tree in after.items() for n, m in tree.items()}
 
     def _inputs(self, batch: Batch) -> tuple[Array, Array, Array]:
-        """Tokens, targets and weights of a batch, each device with its sequences."""
+        """Return tokens, targets and weights of a batch, each device with its sequences."""
         weights = np.asarray(batch.weights, self.policy.stream)
         return self.shards.rows(batch.tokens), self.shards.rows(batch.targets), self.shards.rows(weights)
 

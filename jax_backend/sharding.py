@@ -46,7 +46,7 @@ class Shards:
         return self._along(max(fitting, key=lambda axis: (shape[axis], -axis)) if fitting else None)
 
     def jit(self, function: Callable[..., Any], out: Any) -> Any:
-        """`jax.jit`, with `out` saying where the outputs lie; None where the compiler may."""
+        """Compile by `jax.jit`, with `out` as the outputs' shardings; None where the compiler may choose."""
         return jax.jit(function) if self._mesh is None else jax.jit(function, out_shardings=out)
 
     def parameter(self, x: np.ndarray, dtype: Any) -> Array:
@@ -56,7 +56,7 @@ class Shards:
         return jnp.array(x, dtype) if sharding is None else jax.device_put(np.array(x, dtype), sharding)
 
     def rows(self, x: Any) -> Any:
-        """Something of a batch, sequences first: cut by them if the devices divide them, else whole on every device."""
+        """Shard something of a batch, sequences first, over the devices if they divide them; else replicate it."""
         return x if self._mesh is None or x is None else jax.device_put(x, self._of_rows(x.shape))
 
     def tap(self, tap: Tap) -> Tap:
@@ -81,7 +81,7 @@ class Shards:
         return NamedSharding(self._mesh, PartitionSpec(*([None] * axis + [AXIS]) if axis is not None else ()))
 
     def in_force(self) -> dict[str, str]:
-        """For the table at start; nothing for one device."""
+        """Describe the sharding for the table at start; nothing for one device."""
         if self._mesh is None:
             return {}
         return {"devices": f"{self.count}: sequences, weights and moments cut over them"}

@@ -33,7 +33,7 @@ class JaxReference:
             return _answer(self._truth(dict(params), batch))
 
     def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """Loss and gradients at float32 parameters, doubles switched off, so that `jnp.zeros` and the like are FP32."""
+        """Return loss and gradients at float32 parameters, with x64 disabled, so that `jnp.zeros` is FP32."""
         with jax.enable_x64(False), jax.default_matmul_precision("highest"), jax.default_device(self._device):
             return _answer(self._twin(dict(params), batch))
 
@@ -63,7 +63,7 @@ def reference(loss: Loss, *, twin: Loss | None = None, has_aux: bool = False, de
 
 
 def narrowings(jaxpr: Any) -> Iterator[str]:
-    """Operations of a program that read FP64 and write only narrower floats: `convert_element_type to bfloat16`."""
+    """Yield a program's operations from FP64 to narrower floats alone, as `convert_element_type to bfloat16`."""
     for equation in jaxpr.eqns:
         inner = list(_inner(equation.params.values()))
         for program in inner:

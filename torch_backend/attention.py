@@ -48,7 +48,7 @@ FA3 = "flash_attn_interface"
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
-    """(B, 1, S, S) bool: which keys each query sees, those of its own document that do not come after it."""
+    """Return (B, 1, S, S) bool: the keys of its own document that do not come after a query, which it sees."""
     same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BST.tril()[:, None]
 
@@ -116,7 +116,9 @@ class Kernel:
         return seen if documents_BS is None else seen & document_mask(documents_BS)
 
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
-        """softmax(q·kᵀ·scale + mask)·v → (B, H, S, E); without a mask, every query sees what does not come after it.
+        """Return softmax(q·kᵀ·scale + mask)·v, (B, H, S, E); without a mask, a query sees the keys up to its own place.
+
+        A single query stands at the last key, and sees all (but for `flex`).
 
         A single query stands at the last key, and sees all (but for `flex`).
         """
@@ -182,7 +184,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | Non
 
 
 def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, scale: float | None) -> Tensor:
-    """FlashAttention-3 (Shah et al. 2024); its axes are (B, S, H, E)."""
+    """Call FlashAttention-3 (Shah et al. 2024), whose axes are (B, S, H, E)."""
     from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
     found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), softmax_scale=scale, causal=True)
@@ -231,7 +233,7 @@ def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
 def refusal(
     attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine, masked: bool = False
 ) -> str | None:
-    """Why the kernel cannot run with heads of this width and operands of this dtype, and what can; None if it can.
+    """Return why the kernel cannot run with such heads and operands, and what can; None if it can.
 
     masked: queries see documents or a window, not all that comes before them.
     """

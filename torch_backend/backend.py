@@ -71,7 +71,7 @@ class TorchBackend:
         return 1.0 if resolve_device(config).type == "cuda" else bf16_slowdown()
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force. Raises UserError as `open` does."""
+        """Return versions, the device and what is in force. Raises UserError as `open` does."""
         device = resolve_device(config)
         check_kernel(config, device)
         check_head(config.loss, device)

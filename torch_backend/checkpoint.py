@@ -60,7 +60,7 @@ class Writer:
             self._mesh = DeviceMesh.from_group(self._group, "cpu")
 
     def release(self) -> None:
-        """Let the host memory go; a checkpoint that is being written keeps it until it is on the disk."""
+        """Release the host memory; a checkpoint that is being written keeps it until it is on the disk."""
         self._staged = {}
 
     def begin(self, folder: Path) -> WritingTorch:
@@ -123,7 +123,7 @@ class WritingTorch:
         self._tensors, self._folder, self._group, self._files = tensors, folder, group, files
 
     def not_finite(self) -> Sequence[str]:
-        """Names of this rank's tensors; of another's it is only known that there are some. Every rank calls it."""
+        """Return names of this rank's tensors that are not finite, and a count of other ranks'. Every rank calls it."""
         odd = [name for name, tensor in self._tensors.items() if not torch.isfinite(numbers_of(local(tensor))).all()]
         if self._group is not None:
             found = torch.tensor(len(odd))

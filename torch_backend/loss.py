@@ -17,7 +17,7 @@ AT_A_TIME = 2**17
 
 
 def losses_and_logsumexp(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Per-token loss in the logits' dtype, FP32 at least, and logsumexp(logits) in FP64: (…, V), (…) → (…), (…).
+    """Return per-token losses in the logits' dtype, FP32 at least, and FP64 logsumexp: (…, V), (…) → (…), (…).
 
     The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
     """
@@ -59,7 +59,7 @@ def _gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, 
 def _gradient_into(
     z_loss: float, out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, logsumexp_N: Tensor, grad_N: Tensor
 ) -> None:
-    """`_gradient` in one FP64 buffer: the same operations in the same order."""
+    """Compute `_gradient` in one FP64 buffer: the same operations in the same order."""
     softmax = logits_NV.to(torch.float64, copy=True).sub_(logsumexp_N[:, None]).exp_()
     if z_loss:
         softmax.mul_((1 + 2 * z_loss * logsumexp_N)[:, None])
@@ -70,7 +70,7 @@ def _gradient_into(
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, grad: Tensor, z_loss: float, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Per-token losses (…) and the gradient of logits (…, V), given that of the losses (…): both at once.
+    """Return per-token losses (…) and the gradient of logits (…, V), given that of the losses (…): both at once.
 
     Dtypes: as of `losses_and_logsumexp` and `logits_gradient`. overwrite: the logits are not needed any more; in eager
     on the CPU the gradient takes their place. There one exponential serves both: exp(x − max) / Σ exp(x − max) is the
@@ -132,11 +132,11 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
 
 def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float = 0.0) -> Tensor:
-    """logsumexp(logits) − logit of the target, and the z-loss: (B, S, V), (B, S) → (B, S) in nats, FP32 at least."""
+    """Return logsumexp(logits) − the target's logit, plus z-loss: (B, S, V), (B, S) → (B, S) in nats, FP32 at least."""
     nll_BS: Tensor = _NegativeLogLikelihood.apply(logits_BSV, targets_BS, z_loss)
     return nll_BS
 
 
 def weighted_mean(nll_BS: Tensor, weights_BS: Tensor, total: Tensor) -> Tensor:
-    """Σ weight·nll / total, accumulated in FP64: a float64 scalar."""
+    """Return Σ weight·nll / total, accumulated in FP64: a float64 scalar."""
     return (nll_BS.double() * weights_BS.double()).sum() / total.double()

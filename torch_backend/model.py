@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -71,7 +71,7 @@ class CenteredNorm(RMSNorm):
     """x / √(mean(x²) + eps) · (1 + w)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return rms_norm(x, 1 + self.weight, self.eps)
 
 
@@ -85,7 +85,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """X (…, D) → (…, D)."""
+        """Normalise x (…, D) → (…, D)."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -98,7 +98,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """X (B, S, H, E) → (B, S, H, E)."""
+        """Normalise each head of x (B, S, H, E) → (B, S, H, E)."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -115,14 +115,14 @@ class Linear(nn.Module):
         self.float8: Float8 | None = None
 
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
-        """X (…, in) → (…, out)."""
+        """Project x (…, in) → (…, out)."""
         return linear(x, self.weight, self.bias, policy, self.float8)
 
 
 def rope_tables(
     length: int, head_dim: int, theta: float, angles: torch.dtype = torch.float64, stretch: Stretch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), in FP64. angles: of frequency and product.
+    """Return cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), FP64. angles: of frequency and product.
 
     stretch: of the frequencies, in radians a token, or None.
     """
@@ -150,7 +150,7 @@ def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
 
 
 def positions(documents_BS: Tensor) -> Tensor:
-    """Position of each token in its own document, from 0: (B, S)."""
+    """Return the position of each token in its own document, from 0: (B, S)."""
     # Its distance from where the document begins.
     place_BS = torch.arange(documents_BS.shape[1], device=documents_BS.device).expand_as(documents_BS)
     begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0))
@@ -193,7 +193,7 @@ class Attention(nn.Module):
     def attend(
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, policy: Policy, mask: Mask | None = None
     ) -> Tensor:
-        """softmax(q·kᵀ·scale + mask)·v → (B, S, H, E), operands and output rounded to the operand dtype."""
+        """Return softmax(q·kᵀ·scale + mask)·v, (B, S, H, E), operands and output rounded to the operand dtype."""
         # In the stream dtype: the gradients of the heads that share one are summed there.
         k_BSKE, v_BSKE = policy.read(k_BSKE, "rotation"), policy.read(v_BSKE, "linear")
         if not self.grouped:
@@ -210,7 +210,7 @@ class Attention(nn.Module):
         return x_BSHE
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Attend within x (B, S, D), already normed → (B, S, D)."""
         q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
         k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
         v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
@@ -237,11 +237,11 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        """silu(gate) ⊙ up."""
+        """Return silu(gate) ⊙ up."""
         return gated(gate_BSF, up_BSF)
 
     def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Map x (B, S, D), already normed → (B, S, D)."""
         gate_BSF = tap(f"{name}.gate", self.gate_proj(tap(f"{name}.gate.x", x_BSD), policy))
         up_BSF = tap(f"{name}.up", self.up_proj(tap(f"{name}.up.x", x_BSD), policy))
         act_BSF = tap(f"{name}.act", policy.activated(self.activate, gate_BSF, up_BSF))
@@ -252,7 +252,7 @@ class GeGLU(SwiGLU):
     """W_down · (gelu(W_gate·x) ⊙ W_up·x) (Shazeer 2020), GELU by tanh."""
 
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        """gelu(gate) ⊙ up."""
+        """Return gelu(gate) ⊙ up."""
         return F.gelu(gate_BSF, approximate="tanh") * up_BSF
 
 
@@ -265,11 +265,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.ffn_hidden, config.hidden, bias)
 
     def activate(self, up_BSF: Tensor) -> Tensor:
-        """gelu(up)."""
+        """Return gelu(up)."""
         return F.gelu(up_BSF, approximate="tanh")
 
     def forward(self, x_BSD: Tensor, policy: Policy, tap: Tap, name: str) -> Tensor:
-        """X (B, S, D), already normed → (B, S, D)."""
+        """Map x (B, S, D), already normed → (B, S, D)."""
         up_BSF = tap(f"{name}.up", self.up_proj(x_BSD, policy))
         act_BSF = tap(f"{name}.act", policy.activated(self.activate, up_BSF))
         return tap(f"{name}.down_proj", self.down_proj(act_BSF, policy))
@@ -298,7 +298,7 @@ class Block(nn.Module):
         return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 
     def forward(self, x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Tensor:
-        """X (B, S, D) → (B, S, D)."""
+        """Map x (B, S, D) → (B, S, D)."""
         normed_BSD = self.attn_norm(policy.read(tap(f"{name}.attn_norm.x", x_BSD), "residual"))
         normed_BSD = tap(f"{name}.attn_norm", policy.kept(normed_BSD, "norm"))
         mixed_BSD = self.attn(normed_BSD, rope, policy, tap, f"{name}.attn")
@@ -333,7 +333,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty((rows, hidden)))
 
     def forward(self, x_BSD: Tensor, places: Tensor) -> Tensor:
-        """X (B, S, D) plus the rows of these positions, (S,) or (B, S)."""
+        """Add the rows of these positions, (S,) or (B, S), to x (B, S, D)."""
         return x_BSD + F.embedding(places, self.weight)
 
 
@@ -385,7 +385,7 @@ class Transformer(nn.Module):
         return self.cos[:length], self.sin[:length]
 
     def places(self, length: int, documents_BS: Tensor | None, policy: Policy, start: int = 0) -> Rope:
-        """Positions and masks as configured; a sequence without documents is one document.
+        """Return positions and masks as configured; a sequence without documents is one document.
 
         start: of the first token that is computed; those before it are keys alone.
         """
@@ -423,7 +423,7 @@ class Transformer(nn.Module):
         return weight
 
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
-        """Final-norm output (B, S, D) → logits (B, S, V) in the stream dtype, or as the plan of casts sets."""
+        """Map the final norm's output (B, S, D) → logits (B, S, V), stream dtype, or as the plan of casts sets."""
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def cap(self, logits_BSV: Tensor) -> Tensor:
@@ -431,7 +431,7 @@ class Transformer(nn.Module):
         return self.logits_cap * torch.tanh(logits_BSV / self.logits_cap) if self.logits_cap else logits_BSV
 
     def nll(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """logsumexp(logits) − logit of the target, and the z-loss, (B, S), in the logits' dtype, FP32 at least."""
+        """Return logsumexp(logits) − the target's logit, plus z-loss, (B, S), in the logits' dtype, FP32 at least."""
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def forward(
@@ -453,7 +453,7 @@ class Transformer(nn.Module):
         policy: Policy,
         *documents_BS: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), through the head of the run."""
+        """Return Σ weight·loss / total, a float64 scalar, and per-token losses (B, S), through the run's loss head."""
         if self.fused_loss is None:
             nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
             return weighted_mean(nll_BS, weights_BS, total), nll_BS

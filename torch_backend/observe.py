@@ -77,7 +77,7 @@ class Observes(Programs):
     _shown: Callable[[Tensor | None], np.ndarray]
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """(layers,) the largest attention logit of each layer (torch_backend/tools/attention_logits.py), in eager."""
+        """Return (layers,), each layer's largest attention logit, eager (torch_backend/tools/attention_logits.py)."""
         tokens, _, _ = self.to_device(batch)
         with torch.no_grad():
             found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
@@ -115,7 +115,7 @@ class Observes(Programs):
         self._stream_taps(batch, taps, take, weighted)
 
     def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
-        """rows: gives the sequences of a tap that are handed over."""
+        """Hand each tap to `take`. rows: selects the sequences of a tap that are handed over."""
         self._require_taps(taps)
         self._seen_at_taps = {}
         if self.config.compile.enabled:
@@ -289,7 +289,7 @@ class Observes(Programs):
                 self._seen_at_taps = dict(zip(self.amaxes, amaxes_seen(self.amaxes), strict=True))
 
     def amaxes_of_taps(self) -> Arrays:
-        """By layer, the largest magnitudes that the last tapped program saw."""
+        """Return, by layer, the largest magnitudes that the last tapped program saw."""
         return {name: to_numpy(saw) for name, saw in self._seen_at_taps.items()}
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
@@ -324,7 +324,7 @@ class Observes(Programs):
         return found | _of_gradients(of_gradients(grads, table), grads)
 
     def _sketches(self, largest: int) -> tuple[Any, Any, Tensor]:
-        """Programs that sketch taps and gradients, and signs enough for the parameters and for `largest` numbers."""
+        """Return the programs that sketch taps and gradients, and signs for parameters and for `largest` numbers."""
         largest = max(largest, *(p.numel() for p in self.parameters.values()))
         if self._sketching is None:
             of_taps, of_gradients = self.sketched_micro_loss, sketches_of
@@ -354,7 +354,7 @@ class Observes(Programs):
         return () if found is None else found.found
 
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
-        """Observations of a step's NLL and gradients, which stay on the device but for their sketches."""
+        """Observe a step's NLL and gradients, which stay on the device but for their sketches."""
         if self.root is not None:  # no rank has a whole gradient but while it is shown
             seen: dict[str, Observation] = {}
 

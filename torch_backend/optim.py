@@ -151,7 +151,7 @@ BUILDERS: dict[str, Builder] = {
 
 
 def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
-    """Torch's AdamW: one kernel for all, or a list operation at a time."""
+    """Return torch's AdamW: one kernel for all, or a list operation at a time."""
     fused = is_fused(optim)
     betas = optim.beta1, optim.beta2
     return torch.optim.AdamW(
@@ -188,7 +188,7 @@ def is_fused(optim: OptimConfig) -> bool:
 
 
 def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    """AdamW8bit of torchao. Its step is compiled by Inductor where the run's programs are, and eager elsewhere.
+    """Return torchao's AdamW8bit. Inductor compiles its step where the run's programs are compiled.
 
     Compiled, it is torchao's own. Eager, its function goes over each parameter a stretch of blocks at a time: over a
     whole one it makes a dozen tensors of the size, some of int64. The numbers are the same, each by itself.
@@ -226,7 +226,7 @@ def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optim
 
 
 def _in_stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Stretches of tensors of one shape, flat, in the same memory; the tensors whole if one is not contiguous."""
+    """Yield stretches of tensors of one shape, flat, in the same memory; the whole tensors if one is not contiguous."""
     if not all(one.is_contiguous() for one in tensors if not in_codes(one)):
         yield list(tensors)
         return
@@ -257,7 +257,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient; `closure` is not called."""
+        """Update every matrix that has a gradient, once; `closure` is not called."""
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
             for p in group["params"]:
@@ -282,7 +282,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(x: Tensor, steps: int) -> Tensor:
-    """(rows, columns) → the same with singular values near 1, by Newton–Schulz in the dtype of `x`.
+    """Move the singular values of x (rows, columns) near 1, by Newton–Schulz in its dtype.
 
     X ← a·X + (b·G + c·G²)·X with G = X·Xᵀ, from X / ‖X‖; transposed where there are more rows than columns. Each of the
     three products is one call, its sum included, and is rounded to the dtype once. The norm is not: torch.optim.Muon
@@ -316,7 +316,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update by each; `closure` is not called."""
+        """Update once by each; `closure` is not called."""
         for one in self.optimizers:
             one.step()
 
@@ -337,7 +337,7 @@ def in_words(config: RunConfig) -> str:
 
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all gradients, a float64 scalar, accumulated in FP64.
+    """Return the L2 norm over all gradients, a float64 scalar, accumulated in FP64.
 
     `torch.nn.utils.get_total_norm` accumulates in FP32: on the CPU that is off by up to 2,400 ulp (3e-4) for a million
     elements, because squares below half an ulp of the running sum vanish.
@@ -346,7 +346,7 @@ def global_norm(grads: Iterable[Tensor]) -> Tensor:
 
 
 def clip_coefficient(optim: OptimConfig, norm: Tensor) -> Tensor:
-    """min(1, limit / (norm + 1e-6)), the 1e-6 as in `torch.nn.utils.clip_grad_norm_`; 1 where clipping is off."""
+    """Return min(1, limit / (norm + 1e-6)), with 1e-6 as in `torch.nn.utils.clip_grad_norm_`; 1 without clipping."""
     if not optim.clip_norm:
         return torch.ones_like(norm)
     return (optim.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -379,7 +379,7 @@ def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) ->
 
 
 def begun_moment(config: RunConfig, optimizer: torch.optim.Optimizer, name: str, p: nn.Parameter, kind: str) -> Tensor:
-    """`kept_moment`; before the first step, the zeros that a load puts there, in codes where the optimizer has some."""
+    """Return `kept_moment`; before the first step, the zeros that a load puts there, in codes if it keeps codes."""
     if kind not in optimizer.state[p] and update_rules(config)[name] is TORCHAO_8BIT:
         return as_part(eight_bits(torch.zeros_like(local(p.detach())), signed=kind == "exp_avg"), like=p)
     return kept_moment(optimizer, p, kind)
@@ -441,7 +441,7 @@ def put_moments(
 
 
 def eight_bits(value: Tensor, signed: bool) -> Tensor:
-    """Torchao's 8-bit tensor that stands for `value`, exactly if `value` is what such a tensor stood for.
+    """Return torchao's 8-bit tensor that stands for `value`, exactly if `value` is what such a tensor stood for.
 
     A block's scale is its largest magnitude, whose code stands for 1. But the signed map ends at −0.993: where that
     number is negative the block comes back smaller than its scale, and the scale is found from it, to the bit that

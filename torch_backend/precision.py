@@ -44,11 +44,11 @@ class Policy:
     casts: CastPlan = LOCKSTEP
 
     def kept(self, x: Tensor, key: str) -> Tensor:
-        """X in the dtype in which the plan keeps what a key of it names: the operand dtype, or the stream's."""
+        """Cast x to the dtype in which the plan of casts keeps `key`: the operand dtype, or the stream's."""
         return x.to(self.operand if self.casts.keeps(key) else self.stream)
 
     def read(self, x: Tensor, key: str) -> Tensor:
-        """X in the stream dtype, where something reads it. key: of the plan, by which X is kept; the twin needs it.
+        """Cast x to the stream dtype where something reads it. key: of the plan, by which x is kept; the twin needs it.
 
         The residual stream gets a node of its own in autograd's graph. A norm uses its input more than once: all that
         it sends back there is added up before anything else, as with a tap, whatever the norm's code is.
@@ -62,7 +62,7 @@ class Policy:
         return self.kept(rotate(self.read(x, "rope") if self.casts.rotates_widely else x), "rotation")
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """RoPE's tables in the stream dtype, with the plan's rounding."""
+        """Return RoPE's tables in the stream dtype, with the plan's rounding."""
         cos, sin = cos.to(self.stream), sin.to(self.stream)
         return (cos.to(self.operand), sin.to(self.operand)) if self.casts.rotates_narrowly else (cos, sin)
 
@@ -110,7 +110,9 @@ def _by_onednn(config: RunConfig) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype, where the bias is added, unless the casts differ.
+    """Project x (…, in) by weight (out, in) → (…, out).
+
+    The output, to which the bias is added, is in the stream dtype unless the plan of casts sets another.
 
     float8: makes the product in FP8 (torch_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
     in FP8 is so under the run's own policy, and `evaluate` may ask for another one.

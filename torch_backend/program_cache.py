@@ -34,14 +34,14 @@ def is_own(session: type) -> bool:
 
 
 def options_of(session: type) -> dict[str, Any]:
-    """Inductor's options for the programs of a session."""
+    """Return Inductor's options for the programs of a session."""
     if not is_own(session):
         return {}
     return {"unsafe_marked_cacheable_functions": dict.fromkeys(KNOWN, installed())}
 
 
 def settings_of(session: type) -> dict[str, Any]:
-    """AOTAutograd's settings while a program of a session is called, which may compile it."""
+    """Return AOTAutograd's settings while a program of a session is called, which may compile it."""
     own = is_own(session)
     wanted = {"enable_autograd_cache": own, "autograd_cache_allow_custom_autograd_functions": own}
     return {name: value for name, value in wanted.items() if hasattr(torch._functorch.config, name)}

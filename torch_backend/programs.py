@@ -40,7 +40,7 @@ SESSIONS = 64
 def _of_array(
     program: Callable[..., Any], tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *others: Any
 ) -> Any:
-    """`program` of a total [1], which it takes as a scalar."""
+    """Call `program` with a total of shape [1], which it takes as a scalar."""
     return program(tokens, targets, weights, total.reshape(()), *others)
 
 
@@ -136,7 +136,7 @@ class Programs:
         return made
 
     def compiled_loss(self, program: Any) -> Any:
-        """`program`, whose arguments begin with tokens, targets, weights and total, through torch.compile.
+        """Compile `program`, whose arguments begin with tokens, targets, weights and total.
 
         total goes in as an array of one number. A 0-d FP64 tensor on the CPU may be a number that `item()` reads:
         torch.compile gives it a symbol, finds that nothing reads that (torch/fx/passes/_tensorify_python_scalars.py),
@@ -152,7 +152,7 @@ class Programs:
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Σ weight·loss / total of one micro-batch, and its per-token losses (B, S). documents: as in `documents`."""
+        """Return Σ weight·loss / total of a micro-batch, and per-token losses (B, S). documents: as in `documents`."""
         return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
 
     def tapped_micro_loss(
@@ -167,7 +167,7 @@ class Programs:
         given: Tensors,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`micro_loss`, and the taps that it passed; a zero is added to each probed one: its gradient is the tap's.
+        """Return `micro_loss` and its taps; a zero is added to each probed one, whose gradient is the tap's.
 
         rows: the sequences whose taps are shown and probed; None for all of them. Then a zero is added to what is not
         probed too: gradients that meet are summed in the same order, whichever of them are shown. given: gradients of
@@ -211,7 +211,7 @@ class Programs:
         table: Tensor,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Kept]]:
-        """`micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
+        """Return `micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
 
         Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
         """
@@ -294,7 +294,7 @@ class Programs:
         return gradient if self.scale == 1 else gradient / self.scale
 
     def total_weight(self, batch: Batch) -> Tensor:
-        """Σ weight over a batch / loss scale, a float64 scalar on the device: what the loss is divided by.
+        """Return Σ weight over a batch / loss scale, a float64 scalar on the device: the divisor of the loss.
 
         Every gradient is then larger by the loss scale; it is a power of two, and nothing is rounded.
         """
@@ -308,7 +308,7 @@ class Programs:
         return tokens, targets, weights.to(self.policy.stream)
 
     def documents(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(B, S) as int64 on the device, alone in a tuple, where attention uses documents; else nothing.
+        """Return documents (B, S), int64 on the device, alone in a tuple, where attention uses them; else nothing.
 
         Raises ValueError if it does and the batch has none.
         """
@@ -322,7 +322,7 @@ class Programs:
 
     @contextmanager
     def _declaring(self, policy: str) -> Iterator[None]:
-        """While something is computed under another policy: what that one declares is in force."""
+        """Put what another policy declares in force while the block runs."""
         own, other = self.switches, Switches(policy, self.device)
         if other.declared == own.declared:
             yield
@@ -342,7 +342,7 @@ class Programs:
         return self.ranks.grads(loss, wanted)
 
     def _total_alone(self, batch: Batch) -> Tensor:
-        """`total_weight` of what rank 0 computes alone."""
+        """Return `total_weight` for what rank 0 computes alone."""
         total = self.total_weight(batch)
         return total if self.ranks is None else self.ranks.total(total)
 
@@ -352,7 +352,7 @@ class Programs:
         return self.config.compile.enabled and self.config.compile.scope == "model"
 
     def _programs_made(self) -> int:
-        """Graphs that torch.compile has compiled in this process."""
+        """Return how many graphs torch.compile has compiled in this process."""
         if not self.config.compile.enabled:
             return 0
         from torch._dynamo.utils import counters

@@ -155,7 +155,7 @@ class TorchSession(Observes):
         self._writer.join_ranks()
 
     def build_ranks(self) -> Sharing:
-        """How this session shares its batches with the other ranks."""
+        """Return how this session shares its batches with the other ranks."""
         return Ranks(self) if self.root is None else ShardedRanks(self)
 
     @collects
@@ -176,7 +176,7 @@ class TorchSession(Observes):
 
     @contextmanager
     def showing_parts(self) -> Iterator[None]:
-        """While it lasts, streams give of each weight, moment and gradient what this rank holds."""
+        """Make streams give, of each weight, moment and gradient, what this rank holds, while the block runs."""
         self._shown = part_to_numpy
         try:
             yield
@@ -184,7 +184,7 @@ class TorchSession(Observes):
             self._shown = to_numpy
 
     def state_checksums(self) -> dict[str, float]:
-        """By `params/NAME` and `KIND/NAME`, of what this rank holds; the step and the scalars as they are."""
+        """Return checksums of what this rank holds by `params/NAME` and `KIND/NAME`, and the step and the scalars."""
         weights = ((f"{PARAMS}/{name}", p) for name, p in self.parameters.items())
         moments = (
             (f"{kind}/{name}", begun_moment(self.config, self.optimizer, name, self.parameters[name], kind))
@@ -241,7 +241,7 @@ class TorchSession(Observes):
         set_amaxes(self.amaxes, amaxes_in_force(self.config, self.scalars))
 
     def amaxes_of_pass(self) -> Arrays:
-        """By layer, the largest magnitudes that the last pass over gradients saw; nothing before the first one."""
+        """Return, by layer, the largest magnitudes in the last pass over gradients; nothing before the first one."""
         if self._amaxes_seen is None:
             return {}
         return dict(zip(self.amaxes, to_numpy(self._amaxes_seen), strict=True))
@@ -262,7 +262,7 @@ class TorchSession(Observes):
         return self._writer.begin(folder)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """States of torch's random number generators, uint8 by name. Nothing here draws; a subclass may."""
+        """Return the states of torch's random number generators, uint8 by name. Nothing here draws; a subclass may."""
         found = {"torch_cpu": torch.get_rng_state().numpy().copy()}
         if self.device.type == "cuda":
             found["torch_cuda"] = torch.cuda.get_rng_state(self.device).numpy().copy()
@@ -397,7 +397,7 @@ class TorchSession(Observes):
         return found
 
     def sketch_gradients(self, batch: Batch) -> Mapping[str, Observation]:
-        """Observations of `gradients`; none of them leaves the device.
+        """Observe `gradients`; none of them leaves the device.
 
         Sketched in eager: a few passes of a check do not earn back what a program takes to compile.
         """
@@ -421,19 +421,19 @@ class TorchSession(Observes):
 
     @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step`, and the gradients that it made before clipping; None if a subclass steps without showing them."""
+        """Run `step`, and return also its gradients before clipping; None if a subclass does not show them."""
         taken = Collected()
         record, found = self.stream_step(batch, taken, norms=norms)
         return record, None if found is None else taken.gradients(found)
 
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step_and_gradients`, whose gradients go to `take` one at a time."""
+        """Run `step_and_gradients`, with the gradients handed to `take` one at a time."""
         return self._step_and(lambda loss, nll: self.hand_over(loss, nll, take), batch, norms)
 
     def step_and_sketches(
         self, batch: Batch, *, norms: bool = False
     ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
-        """`step`, and the observations of its gradients before clipping; None if a subclass steps without them."""
+        """Run `step`, and return also observations of its gradients before clipping; None if a subclass has none."""
         return self._step_and(self._sketched_gradients, batch, norms)
 
     def _step_and(
@@ -478,10 +478,10 @@ class TorchSession(Observes):
         return costs(self, lambda: self.accumulate(batch))
 
     def close(self) -> None:
-        """Nothing is held beyond the object itself."""
+        """Do nothing: nothing is held beyond the object itself."""
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of the batch into `.grad`; returns the loss and the per-token NLL of each micro-batch.
+        """Add the batch's gradients to `.grad`; return the loss and the per-token NLL of each micro-batch.
 
         Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
         weights by

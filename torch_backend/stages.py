@@ -148,7 +148,7 @@ def stage_functions(
 
 
 def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Tensor]:
-    """`out`, and `grad/ROLE` of every floating input if `inputs` hold `grad`, the gradient of the output."""
+    """Return `out`, and `grad/ROLE` of every floating input if `inputs` hold `grad`, the gradient of the output."""
     tensors = {}
     for role, array in inputs.items():
         tensor = torch.tensor(array)

@@ -20,7 +20,10 @@ class StepParts:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], table: Tensor) -> None:
-        """parameters: the leaves, by canonical name. table: signs, enough for the largest (`sign_table`)."""
+        """Take the leaves and the signs.
+
+        parameters: the leaves, by canonical name. table: signs, enough for the largest (`sign_table`).
+        """
         self._parameters, self._table = parameters, table
         self.found: list[Mapping[str, Observation]] = []
         # Under FP8's delayed scaling: (layers, 3) of each.

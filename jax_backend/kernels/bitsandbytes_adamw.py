@@ -66,20 +66,20 @@ def next_of_bitsandbytes(
 
 
 def rounded(x: Array | float) -> Array:
-    """X, float64, rounded to the numbers that FP32 has."""
+    """Round x, float64, to the numbers of FP32."""
     return lax.reduce_precision(jnp.asarray(x, jnp.float64), 8, 23)
 
 
 @cache
 def levels_of_parts(signed: bool) -> np.ndarray:
-    """(65536,) float32: the number on the map (jax_backend/kernels/codes.py) that is nearest to each part's place."""
+    """Return (65536,) float32: the number on the map (jax_backend/kernels/codes.py) nearest to each part's place."""
     levels, single = quantisation_map(signed), np.float32
     places = single(2) * np.arange(PARTS, dtype=single) / single(PARTS - 1) - single(1)
     return levels[np.searchsorted((levels[1:] + levels[:-1]) / single(2), places)]
 
 
 def in_codes(x: Array, signed: bool) -> Array:
-    """X, float32, as 8-bit codes and a scale for each block of 256 numbers stand for it, the last block a shorter one.
+    """Round x, float32, to what its 8-bit codes and a scale a block of 256 stand for; the last block may be shorter.
 
     The CPU's quantiser finds the code by 65,536 equal parts of [−1, 1]. None of their places is 0, and the nearest
     to it has a code of its own: a zero comes back as 2.1·10⁻⁵ of its block's largest magnitude, or 1.6·10⁻⁵ without a

@@ -10,7 +10,7 @@ from lockstep.core.components.optimizers import BLOCK
 
 
 def in_codes(x: Array, signed: bool) -> Array:
-    """X, float32, as 8-bit codes and a scale for each block of 256 numbers stand for it (torchao/optim/quant_utils.py).
+    """Round x, float32, to what its 8-bit codes and a scale a block of 256 stand for (torchao/optim/quant_utils.py).
 
     A number becomes the nearer of its two neighbours on the map, the upper one at a tie.
     """

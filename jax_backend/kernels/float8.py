@@ -29,7 +29,9 @@ LEAST = 1e-12
 
 
 def cast(x: Array, axis: int, form: Format, recipe: Float8, amax: Array | None = None) -> Array:
-    """X (M, N) as FP8 sees it: scaled, rounded, scaled back; rowwise, the numbers along `axis` share a scale.
+    """Round x (M, N) as FP8 does: scale, round, scale back; rowwise, the numbers along `axis` share a scale.
+
+    amax: the scale is made from this scalar instead.
 
     amax: of which the scale is made instead, a scalar.
     """
@@ -46,7 +48,7 @@ def cast(x: Array, axis: int, form: Format, recipe: Float8, amax: Array | None =
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(x: Array, weight: Array, policy: Policy, recipe: Float8) -> Array:
-    """X (…, in), weight (out, in) → (…, out) in the stream dtype."""
+    """Multiply x (…, in) by weight (out, in) → (…, out) in the stream dtype."""
     return _forward(x, weight, policy, recipe)[0]
 
 

@@ -28,7 +28,7 @@ E5M2 = Format(2, -14, 57344.0)
 
 
 def rounded(x: Array, form: Format) -> Array:
-    """X to the nearest numbers of a format, ties to even; subnormal ones as they are, beyond the largest infinite."""
+    """Round x to the nearest number of a format, ties to even, with subnormals; above the largest number, infinity."""
     normal = lax.reduce_precision(x, 8, form.mantissa)
     if form.least == -126:  # FP32's own range: reduce_precision overflows as the format does
         return normal

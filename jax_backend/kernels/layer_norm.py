@@ -8,6 +8,6 @@ from jax import Array
 
 
 def layer_norm(x: Array, gain: Array, bias: Array, eps: float) -> Array:
-    """(X − mean) / √(var + eps) · gain + bias, written out: x (…, D), gain and bias (D,)."""
+    """Return (x − mean) / √(var + eps) · gain + bias, written out: x (…, D), gain and bias (D,)."""
     centred = x - x.mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps) * gain + bias

@@ -66,7 +66,7 @@ CASTS: dict[str, Casts] = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def library_nll(x_BSD: Array, weight_VD: Array, targets_BS: Array, policy: Policy, loss: LossConfig) -> Array:
-    """logsumexp(logits) − logit of the target, (B, S) in nats, in the stream dtype with the library's roundings."""
+    """Return logsumexp(logits) − the target's logit, (B, S) in nats, stream dtype, with the library's roundings."""
     return _forward(x_BSD, weight_VD, targets_BS, policy, loss)[0]
 
 
@@ -108,7 +108,7 @@ def _backward(policy: Policy, loss: LossConfig, saved: tuple[Array, ...], grad_B
 
 
 def _by_chunks(rows: Array, of_rows: Array, chunk: int, policy: Policy) -> Array:
-    """Σ over chunks of rowsᵀ·of_rows, each sum of two rounded to the operand dtype."""
+    """Return Σ over chunks of rowsᵀ·of_rows, each sum of two rounded to the operand dtype."""
     count = -(-len(rows) // chunk)
     short = ((0, count * chunk - len(rows)), (0, 0)) if count > 1 else ((0, 0), (0, 0))
     parts = tuple(jnp.pad(a, short).reshape(count, -1, a.shape[-1]) for a in (rows, of_rows))

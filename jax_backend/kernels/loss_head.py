@@ -12,7 +12,7 @@ from lockstep.jax_backend.policy import Policy
 
 
 def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
-    """Let a library's head compute the model's loss if the run chooses one. The twin of `chunked` is whole logits."""
+    """Replace the model's loss by a library's head if the run chooses one. The twin of `chunked` is whole logits."""
     model.fused_loss = _library(loss) if loss.of_library else None
 
 

@@ -13,7 +13,7 @@ QUERIES = 256
 
 
 def largest_logits(model: Transformer, tokens_BS: Array, policy: Policy, documents_BS: Array | None) -> Array:
-    """(layers,): the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ·scale; pure.
+    """Return (layers,): the maximum of q·kᵀ·scale over sequences, heads, queries and the keys that each sees; pure.
 
     Before a cap.
     """

@@ -27,7 +27,7 @@ class JaxFunction:
     def __call__(
         self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
-        """As in `Function`. Doubles are switched on for FP64's call alone, and products are never made in less."""
+        """Implement `Function`. x64 is enabled for FP64's call alone, and products are never made in less."""
         with (
             jax.enable_x64(True) if exact else nullcontext(),
             jax.default_matmul_precision("highest") if exact else nullcontext(),

@@ -25,7 +25,7 @@ def scores(
     count = -(-length // piece)
 
     def pieces(x: Array) -> Array:
-        """(B, S, …) → (count, B, piece, …), zeros after the end."""
+        """Cut x (B, S, …) into (count, B, piece, …), zeros after the end."""
         short = ((0, 0), (0, count * piece - length), *((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(jnp.pad(x, short).reshape(rows, count, piece, *x.shape[2:]), 1, 0)
 

@@ -11,7 +11,7 @@ from lockstep.core.parity.evidence.sketch import GOLDEN, MULTIPLIERS, SHIFTS, K
 
 
 def signs(start: int, count: int) -> Array:
-    """Signs of the coordinates start … start + count − 1 as float32, ±1; start may exceed 2³²."""
+    """Return the signs of coordinates start … start + count − 1 as float32, ±1; start may exceed 2³²."""
     n = jnp.arange(start, start + count, dtype=jnp.uint64)
     low, high = n.astype(jnp.uint32), (n >> 32).astype(jnp.uint32)
     h = low ^ (high * jnp.uint32(GOLDEN))
@@ -22,7 +22,7 @@ def signs(start: int, count: int) -> Array:
 
 
 def sketch(x: Array, offset: int = 0) -> Array:
-    """S(x) for the row-major coordinates offset … offset + size − 1: (K,), float64 for float64 input, else float32."""
+    """Return S(x), (K,), for coordinates offset … offset + size − 1: float64 for float64 input, else float32."""
     flat = x.reshape(-1).astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     before = offset % K
     rows = -(-(before + flat.size) // K)
@@ -31,6 +31,6 @@ def sketch(x: Array, offset: int = 0) -> Array:
 
 
 def lift(probe: Array, shape: tuple[int, ...]) -> Array:
-    """Sᵀ·probe: (K,) → `shape` in the probe's dtype. The probe's gradient is the sketch of the result's."""
+    """Return Sᵀ·probe: (K,) → `shape`, in the probe's dtype. The probe's gradient is the sketch of the result's."""
     size = math.prod(shape)
     return (jnp.resize(probe, (size,)) * signs(0, size).astype(probe.dtype)).reshape(shape)

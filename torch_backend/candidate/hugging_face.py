@@ -46,7 +46,7 @@ class HuggingFaceCandidate(ModuleCandidate):
         return model
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """As of any module; in FP64 transformers' own casts to FP32 are widened.
+        """Return the context of the base class; in FP64 it also widens transformers' own casts to FP32.
 
         Raises UserError for autocast of a model whose casts no plan can declare: its check could not agree.
         """
@@ -60,7 +60,7 @@ class HuggingFaceCandidate(ModuleCandidate):
         return super().precision(config)
 
     def layout(self, config: RunConfig) -> Layout:
-        """Where each parameter lies, by the table of the family."""
+        """Return where each parameter lies, by the table of the family."""
         family = _family(config)
         return layout_of_stored(stored_tensors(family, config.model), family.head, config.model)
 
@@ -73,7 +73,7 @@ class HuggingFaceCandidate(ModuleCandidate):
         return {**calls_there(config.model, architecture_of(_family(config))), **self.calls}
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """As of any module, and transformers' version."""
+        """Extend the base class's description with transformers' version."""
         architecture_of(_family(config))
         import transformers
 
@@ -88,7 +88,7 @@ def _family(config: RunConfig) -> HubFamily:
 
 
 def taps_there(model: ModelConfig, family: HubFamily) -> dict[str, Where]:
-    """Where transformers' model shows taps that are no module's of ours: a scaled embedding is one module there."""
+    """Return where transformers' model shows taps of no module of ours: a scaled embedding is one module there."""
     return {"embed_scale": f"{family.prefix}embed_tokens"} if traits_of(model).scaled_embedding else {}
 
 

@@ -68,7 +68,7 @@ class Placed:
         return shape[::-1] if self.transposed else shape
 
     def to_ours(self, theirs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Our parameters, or their gradients or moments, by name."""
+        """Yield our parameters by name, or their gradients or moments, from their tensor."""
         whole = theirs.T if self.transposed else theirs
         for name, rows in self.rows.items():
             yield name, np.ascontiguousarray(whole[rows])
@@ -187,7 +187,7 @@ def _rows(names: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: 
 
 
 def _turned(model: ModelConfig) -> np.ndarray:
-    """Where dimension n of our head lies in one whose neighbours turn together."""
+    """Return where each dimension of our head lies in a head whose neighbouring dimensions turn together."""
     return np.arange(model.head_dim).reshape(-1, 2).T.ravel()
 
 
@@ -217,7 +217,7 @@ def _modules_of(theirs: str, rows: Mapping[str, np.ndarray]) -> dict[str, tuple[
 def parameters_there(
     model: nn.Module, placed: Sequence[Placed], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, nn.Parameter]:
-    """Their parameters by their names. Raises UserError unless each is mapped, is there, and has the shape of ours."""
+    """Return their parameters by their names. Raises UserError unless each is mapped, is there, and has our shape."""
     there = dict(model.named_parameters(remove_duplicate=False))
     for one in placed:
         ours = ", ".join(one.rows)

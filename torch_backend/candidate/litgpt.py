@@ -73,14 +73,14 @@ class LitGptCandidate(ModuleCandidate):
             raise UserError("--candidate litgpt computes Llama (and Qwen 2), without windows or other biases")
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """As of any module, and litgpt's version."""
+        """Extend the base class's description with litgpt's version."""
         self.require(config)
         found = super().describe(config)
         return {**found, "versions": {**found["versions"], "litgpt": importlib.metadata.version("litgpt")}}
 
 
 def _adjustments(config: RunConfig) -> dict[str, Any] | None:
-    """How low frequencies are divided, in litgpt's words."""
+    """Return how low frequencies are divided, as litgpt's settings; None if they are not."""
     m = config.model
     if m.rope_factor == 1:
         return None

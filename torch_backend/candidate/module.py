@@ -50,7 +50,7 @@ class ModuleCandidate(Numerics):
             raise UserError(f"loss.head and loss.z_loss: {whole} has the loss that its `losses` computes")
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, device and what is in force."""
+        """Return versions, the device and what is in force."""
         device = resolve_device(config)
         return {
             "backend": self.name,

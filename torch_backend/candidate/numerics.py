@@ -89,7 +89,7 @@ class Numerics:
         return nullcontext()
 
     def layout(self, config: RunConfig) -> Layout:
-        """Where each canonical parameter lies in the module; by default as in `modules`."""
+        """Return where each canonical parameter lies in the module; by default as in `modules`."""
         return layout_of(self.modules, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:

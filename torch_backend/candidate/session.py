@@ -81,7 +81,10 @@ class ModuleSession:
         self.steps_done, self.scalars = state.step, own_scalars(self.config, state.scalars)
 
     def state_checksums(self) -> dict[str, float]:
-        """By `params/NAME` and `KIND/NAME`, of their parameters by their first canonical name, and of the step."""
+        """Return checksums by `params/NAME` and `KIND/NAME`, and the step.
+
+        A parameter of theirs that holds several of ours has the name of the first.
+        """
         weights = ((f"params/{name}", p) for name, p in self._by_ours.items())
         moments = (
             (f"{kind}/{name}", moment_of(self.optimizer, self._by_ours[name], kind))
@@ -105,7 +108,7 @@ class ModuleSession:
         return record
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step`, and the gradients that it made before clipping."""
+        """Run `step`, and return also the gradients that it made before clipping."""
         return self._step(batch, show=True)
 
     def _step(self, batch: Batch, show: bool) -> tuple[StepRecord, Gradients | None]:
@@ -162,7 +165,7 @@ class ModuleSession:
         return loss, np.concatenate(nll)
 
     def _forward(self, micro: Batch, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-        """Per-token NLL (B, S) of a micro-batch, and its part of the loss of `batch`, which has `count` of them."""
+        """Return a micro-batch's per-token NLL (B, S), and its part of the loss of `batch`, cut into `count`."""
         tokens, targets, weights = self._tensors(micro)
         if self._inputs is not None:
             for name, x in (("tokens", tokens), ("targets", targets), ("weights", weights)):
@@ -180,7 +183,7 @@ class ModuleSession:
         return tokens, targets, torch.from_numpy(np.ascontiguousarray(batch.weights)).to(self.device)
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Taps of a micro-batch, and their gradients under `grad/`, by hooks. Raises NotSupported for unknown names."""
+        """Return taps of a micro-batch, gradients under `grad/`, by hooks. Raises NotSupported for unknown names."""
         known = tap_names(self.config.model)
         probed = {*known, *edge_names(self.config.model), *parameter_shapes(self.config.model)}
         if unknown := sorted(set(taps) - {*known, *(GRADIENT + name for name in probed)}):
@@ -232,4 +235,4 @@ class ModuleSession:
         return {name: np.concatenate([to_numpy(x) for x in parts]) for name, parts in found.items()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""

@@ -49,7 +49,7 @@ def fail(error: Exception) -> None:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """(B, H, S, E), as torch's attention takes it → (B, S, H, E)."""
+    """Turn (B, H, S, E), as torch's attention takes it, into (B, S, H, E)."""
     return x.transpose(1, 2)
 
 
@@ -131,7 +131,7 @@ class Taps:
         return Call(function, tuple((tap, self._view_of(tap)) for tap in taps))
 
     def _view_of(self, tap: str) -> View:
-        """Functions take queries and keys with their heads before positions, as torch's attention does."""
+        """Return the view of a tap at a function, which has heads before positions as torch's attention does."""
         if len(self._graph.by_tap[tap].width) < 2:
             return as_is
         return lambda x: self._turned(heads_first(x))
@@ -180,10 +180,10 @@ class Taps:
     def showing(
         self, shape: tuple[int, ...], take: Callable[[str, Tensor], None], failed: Callable[[Exception], None] = fail
     ) -> Iterator[See]:
-        """While it lasts, each tap that passes goes to `take`, and its gradient under `grad/` when that comes.
+        """Hand each tap that passes to `take`, and its gradient under `grad/` when that comes, while the block runs.
 
-        Gives a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). failed: is given
-        what goes wrong, a UserError for a tensor that cannot be the tap; by default it is raised.
+        Yields a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). failed: is given
+        the error, a UserError for a tensor that cannot be the tap; by default it is raised.
         """
         shapes = probe_shapes(self._model, shape[0], shape[1])
         begun: set[str] = set()
@@ -244,9 +244,9 @@ def _on_output(module: nn.Module, place: Place, see: See) -> Any:
 
 @contextmanager
 def _shown_results(call: Call, model: nn.Module, see: See) -> Iterator[None]:
-    """While it lasts, what the function returns passes `see`, under one name after another.
+    """Pass each result of the function to `see`, under one name after another, while the block runs.
 
-    It is replaced where it was defined, and where the modules of `model` were that look it up.
+    The function is replaced where it was defined, and in the modules of `model` that look it up.
     """
     function, names = call.function, iter(call.names)
 

@@ -78,11 +78,11 @@ def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) ->
 
 
 def in_codes(value: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 of the shape of `value`, and scales (blocks,) that stand for `value`, FP32.
+    """Return codes, uint8 of the shape of `value`, and scales (blocks,) that stand for `value`, FP32.
 
-    The scale is found as torchao's is (torch_backend/optim.py, `eight_bits`): a block's largest magnitude, or what the
-    code 0 of −0.993 was the largest of. The CPU's quantiser alone would not give back such blocks, nor a 0 that torchao
-    or CUDA made. It has the word where no scale gives a block back.
+    The scale is found as torchao's is (torch_backend/optim.py, `eight_bits`): a block's largest magnitude, or that
+    magnitude / 0.993 where the code 0 (of −0.993) stands for it. The CPU's quantiser alone would not give back such
+    blocks, nor a 0 that torchao or CUDA made. Where no scale gives a block back, the quantiser's codes are kept.
     """
     codes, scale = torch.ops.bitsandbytes.quantize_blockwise(value, levels, BLOCK)
     blocks = F.pad(value.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)

@@ -140,7 +140,7 @@ def chunked_loss(
     by_one_kernel: bool = False,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
+    """Return Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
     tap: sees `logits`, before it those without their cap, and `nll`, and their gradients come back through it; None
     shows nothing and keeps nothing. cap: of the logits, 0: none; not by one kernel.

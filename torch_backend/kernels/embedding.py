@@ -19,7 +19,7 @@ RACE = 3072
 
 @torch.library.custom_op("lockstep::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_BSD: Tensor, tokens_BS: Tensor, rows: int) -> Tensor:
-    """Σ over the places where token v stands of the gradient there: (B, S, D), (B, S) → (rows, D)."""
+    """Sum the gradients (B, S, D) of each token's places, by token (B, S) → (rows, D)."""
     if grad_BSD.is_cuda and tokens_BS.numel() <= RACE:
         # It sorts by token, as the kernel for more tokens does.
         zeros = grad_BSD.new_zeros((rows, grad_BSD.shape[-1]))

@@ -44,7 +44,7 @@ class Float8:
     of_input: Tensor | None = None
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """X (…, in) in bf16, weight (out, in) in FP32 → (…, out) in bf16."""
+        """Multiply x (…, in) in bf16 by weight (out, in) in FP32 → (…, out) in bf16."""
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         if self.amax is not None:
@@ -154,7 +154,7 @@ def set_amaxes(amaxes: Mapping[str, Tensor], values: Mapping[str, np.ndarray]) -
 
 
 def amaxes_seen(amaxes: Mapping[str, Tensor]) -> Tensor:
-    """(layers, 3): what a backward pass has left as their gradients, which are let go."""
+    """Return (layers, 3): the amaxes that a backward pass left as their gradients, which are cleared."""
     found = torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in amaxes.values()])
     for one in amaxes.values():
         one.grad = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(X − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
+    """Return (x − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
     if x.dtype == gain.dtype:
         return F.layer_norm(x, gain.shape, gain, bias, eps)
     # Under another policy than the run's own (`evaluate`); the kernel promotes nothing.

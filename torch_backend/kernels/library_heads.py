@@ -126,7 +126,7 @@ def library_loss(
     loss: LossConfig,
     tap: Callable[[str, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: sees `nll` alone."""
+    """Return Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: sees `nll` alone."""
     share = (weights_BS.max().double() / total.double()).detach()
     nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, share, policy, loss))
     return weighted_mean(nll_BS, weights_BS, total), nll_BS
@@ -135,7 +135,7 @@ def library_loss(
 def library_nll(
     x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, largest: Tensor, policy: Policy, loss: LossConfig
 ) -> Tensor:
-    """Per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will be given."""
+    """Return per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will have."""
     scale = torch.where(largest > 0, 1 / largest, 1.0)
     x = _Scaled.apply(x_BSD.flatten(0, 1).to(policy.stream), 1 / scale).to(policy.operand)
     weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)

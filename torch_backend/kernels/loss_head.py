@@ -12,7 +12,7 @@ from lockstep.torch_backend.precision import Policy
 
 
 def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
-    """Let the head that the run chooses compute the model's loss: chunked, a library's, or whole logits."""
+    """Replace the model's loss by the head that the run chooses: chunked, a library's, or whole logits."""
     model.fused_loss = (
         None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss, model.logits_cap)
     )

@@ -35,14 +35,14 @@ def missing(device: torch.device) -> str | None:
 
 
 def readings(vocabulary: int, device: torch.device) -> int:
-    """How often the logits are read from memory: once where a row fits the registers of a cluster, else twice."""
+    """Return how often the kernel reads the logits: once where a row fits a cluster's registers, else twice."""
     return 1 if vocabulary <= HELD * _largest_cluster(device) else 2
 
 
 def losses_and_gradient(
     logits_NV: Tensor, targets_N: Tensor, shares_N: Tensor, z_loss: float, operand: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Per-token losses (N,) in FP32, and the gradient of logits (N, V) in the operand dtype, in the logits' memory.
+    """Return losses (N,) in FP32, and the gradient of logits (N, V) in the operand dtype, in the logits' memory.
 
     logits: contiguous, FP32 or the operand dtype; they are gone afterwards. shares: the gradient of each loss, FP32.
     The gradient's rows lie as far apart as the logits' rows did.

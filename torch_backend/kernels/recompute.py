@@ -67,7 +67,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def apply_recompute(model: Transformer, config: RecomputeConfig, tapped: bool = True) -> None:
-    """Let the backward pass compute again the parts that the configuration chooses (`recompute.parts`, `.every`).
+    """Make the backward pass compute the configured parts again (`recompute.parts`, `.every`).
 
     The `forward` of each part is wrapped where it stands, compiled or not. tapped: also of whole blocks that a tap
     sees; if False, these are kept.

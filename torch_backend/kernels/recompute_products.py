@@ -48,7 +48,7 @@ class _Gated(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """X (…, D) / √(mean(x²) + eps) · gain (D,), in this order (Zhang & Sennrich 2019)."""
+    """Return x (…, D) / √(mean(x²) + eps) · gain (D,), in this order (Zhang & Sennrich 2019)."""
     if torch.compiler.is_compiling():
         return x * torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + eps) * gain
     made: Tensor = _RMSNorm.apply(x, gain, eps)
@@ -56,7 +56,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) ⊙ up."""
+    """Return silu(gate) ⊙ up."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
     made: Tensor = _Gated.apply(gate, up)

@@ -340,7 +340,7 @@ class _MutatedWriter(Writer):
 
 
 def _read_otherwise(module: nn.Module, role: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Let `module` read its parameter through `change`; the parameter itself stays what it is.
+    """Apply `change` to a parameter as `module` reads it; the parameter itself stays as it is.
 
     In a table that a tied head reads too, the look-up alone is changed.
     """

@@ -52,7 +52,7 @@ class Ranks(Sharing):
         return [name for name, _ in program.named_buffers()]
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
-        """Before the first step of several ranks: a backward pass that does not count, whose gradients are left behind.
+        """Run a backward pass that does not count, before the first step of several ranks; discard its gradients.
 
         DDP lays its buckets anew after its first one (torch/csrc/distributed/c10d/reducer.cpp, `rebuild_buckets`), and
         a gradient's place in a bucket sets the order in which more than two ranks are summed: without this pass, the
@@ -66,9 +66,9 @@ class Ranks(Sharing):
         self.calls, self._arranged = 0, True
 
     def clear(self, parameters: Sequence[Tensor]) -> None:
-        """Before a step: gradients are zeros in DDP's buckets, so that they are added up there.
+        """Zero the gradients in DDP's buckets before a step, so that they are added up there.
 
-        Without one, a micro-batch that is not reduced makes gradients of its own, as large as all weights, beside the
+        Otherwise a micro-batch that is not reduced makes gradients of its own, as large as all weights, beside the
         buckets.
         """
         for p in parameters:
@@ -80,7 +80,7 @@ class Ranks(Sharing):
             torch._foreach_zero_(there)
 
     def reduced(self, parameters: Iterable[Tensor]) -> None:
-        """After gradients were summed over ranks: they lie in the buckets (`gradient_as_bucket_view`)."""
+        """Note the gradients after their sum over ranks: they lie in the buckets (`gradient_as_bucket_view`)."""
         self._sums += 1
         self._in_buckets = {id(p): p.grad for p in parameters if p.grad is not None}
 
@@ -142,7 +142,7 @@ class _MicroLoss(nn.Module):
 
 
 def in_force(config: RunConfig, device: str) -> dict[str, str]:
-    """How ranks reduce, for the table at start; nothing for one rank."""
+    """Describe how ranks reduce, for the table at start; nothing for one rank."""
     if config.train.ranks == 1:
         return {}
     parallel, group = config.parallel, "nccl" if device == "cuda" else "gloo"

@@ -96,11 +96,11 @@ class ShardedRanks(Sharing):
         return self.trains(tokens, targets, weights, self.total(total), *documents)
 
     def total(self, total: Tensor) -> Tensor:
-        """Infinity on all ranks but rank 0."""
+        """Return `total` on rank 0, and infinity on all other ranks."""
         return total if self.rank == 0 else torch.full_like(total, torch.inf)
 
     def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
-        """`program(*inputs)` while the root's weights are gathered."""
+        """Call `program(*inputs)` while the root's weights are gathered."""
         try:
             return self.root(partial(program, *inputs))
         finally:
@@ -109,13 +109,13 @@ class ShardedRanks(Sharing):
                 self.root.reshard()
 
     def backward(self, loss: Tensor) -> None:
-        """Parts of the gradients of what rank 0 computes alone, into each `.grad`."""
+        """Compute this rank's parts of the gradients of rank 0's loss, into each `.grad`."""
         self.root.set_requires_gradient_sync(True)
         self._shared = False
         loss.backward()
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients, of parameters this rank's parts. They come by a backward pass: autograd knows gathered weights."""
+        """Return gradients, for parameters this rank's parts, by a backward pass: autograd sees gathered weights."""
         self.backward(loss)
         found = [t.grad for t in wanted]
         for tensor in (*wanted, *self._parameters):

@@ -87,9 +87,9 @@ class PeerSession:
 
     @contextmanager
     def each_its_own(self) -> Iterator[None]:
-        """While it lasts, streams give each rank what it holds, and rank 0 what all of them do.
+        """Make streams give each rank what it holds, and rank 0 everything, while the block runs.
 
-        A rank is given its rows of weights, moments and gradients that are cut over ranks; of the rest nothing.
+        A rank is given its rows of weights, moments and gradients that are sharded over ranks, and nothing of the rest.
         """
         self._by_rank = True
         try:
@@ -116,7 +116,7 @@ class PeerSession:
         self._do("restore", lambda: self.own.restore(folder, step, scalars), together=False)
 
     def update_counts(self) -> Mapping[str, int]:
-        """As this rank's optimizer has counted them."""
+        """Return the counts of this rank's optimizer."""
         return self.own.update_counts()
 
     def state_checksums(self) -> Mapping[str, float]:
@@ -155,7 +155,7 @@ class PeerSession:
         return self._do("write", lambda: self.own.write(folder), together=False)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """States of all ranks' random number generators, by `RANK/NAME`."""
+        """Return the states of all ranks' random number generators, by `RANK/NAME`."""
         found = self.peers.gather(self.own.random_state(), "gather the random states")
         return {f"{rank}/{name}": a for rank, states in enumerate(found) for name, a in states.items()}
 
@@ -189,13 +189,13 @@ class PeerSession:
 
     @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step`, and the gradients that it made before clipping."""
+        """Run `step`, and return also the gradients that it made before clipping."""
         taken = Collected()
         record, found = self.stream_step(batch, taken, norms=norms)
         return record, None if found is None else taken.gradients(found)
 
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """`step_and_gradients`, whose gradients go to `take`."""
+        """Run `step_and_gradients`, with the gradients handed to `take`."""
         norms = norms and self._wanted
         self._sums = {}
 
@@ -213,7 +213,7 @@ class PeerSession:
     def step_and_sketches(
         self, batch: Batch, *, norms: bool = False
     ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
-        """`step`, and the observations of its gradients before clipping."""
+        """Run `step`, and return also the observations of its gradients before clipping."""
         norms = norms and self._wanted
         found: tuple[StepRecord, Mapping[str, Observation] | None] = self._step(
             batch, lambda: self.own.step_and_sketches(batch, norms=norms)
@@ -221,7 +221,7 @@ class PeerSession:
         return found
 
     def keep_inputs(self) -> None:
-        """Each rank keeps what its programs are given in the next step."""
+        """Make each rank keep the inputs of its programs in the next step."""
         self.own.keep_inputs()
 
     def inputs_kept(self) -> Arrays:
@@ -235,7 +235,7 @@ class PeerSession:
         return self._do("costs of determinism", lambda: self.own.costs_of_determinism(batch))
 
     def rank_gradients(self, batch: Batch) -> list[Arrays]:
-        """Gradients of each micro-batch of `batch` by itself, made by the rank whose share it is and not reduced.
+        """Return the gradients of each micro-batch by itself, unreduced, from the rank whose share it is.
 
         Rank 0 returns those of all ranks; another rank its own.
         """
@@ -280,7 +280,7 @@ class PeerSession:
 
     @collects
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self._look("observe", lambda: self.own.observe(batch, taps))
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
@@ -291,39 +291,39 @@ class PeerSession:
         self._look("observe", lambda: self._giving(StreamsTaps, "observe", self._noting(take), of_own))
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self._look("sketch", lambda: self.own.sketch(batch))
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """As the session of one rank, from the inputs alone."""
+        """Return what the session of one rank returns, from the inputs alone."""
         return self.own.run_stage(stage, inputs)
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self._look("evaluate", lambda: self.own.evaluate(batch, policy))
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self._look("attention logits", lambda: self.own.attention_logits(batch))
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """As this rank spent them."""
+        """Return this rank's seconds."""
         return self.own.seconds_of_step()
 
     def memory(self) -> Mapping[str, float]:
-        """As this rank uses it."""
+        """Return this rank's memory."""
         return self.own.memory()
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self._look("next token logits", lambda: self.own.next_token_logits(tokens))
 
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self.own.cached_logits(tokens, lengths)
 
     def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
-        """As the session of one rank."""
+        """Return what the session of one rank returns."""
         return self.own.decoder()
 
     def close(self) -> None:
@@ -346,9 +346,9 @@ class PeerSession:
         return self.peers.rank == 0 or self.own.root is not None
 
     def _giving(self, streams: type[Any], method: str, take: Take, call: Callable[[Take], T]) -> T:
-        """`call`, which hands tensors over, with the function that takes them, as `each_its_own` describes.
+        """Run `call`, which hands tensors over, with the function that takes them, as `each_its_own` describes.
 
-        streams, method: by which the session of this rank shows its parts; one that shows whole tensors is cut.
+        streams, method: how the session of this rank shows its parts; one that shows whole tensors is cut.
         """
         if not self._by_rank:
             return call(take)
@@ -399,7 +399,7 @@ class PeerSession:
         return note
 
     def _look(self, what: str, own: Callable[[], T]) -> T:
-        """Something that changes nothing: on this rank alone, or on all where the weights are cut."""
+        """Run something that changes nothing: on this rank alone, or on all ranks where the weights are sharded."""
         return own() if self.own.root is None else self._do(what, own)
 
     def _do(self, what: str, own: Callable[[], T], together: bool = True) -> T:

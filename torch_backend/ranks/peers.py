@@ -62,7 +62,10 @@ class Peers(RankProgress):
     """
 
     def __init__(self, cuda: bool | None, place: tuple[int, int, Store] | None = None) -> None:
-        """`cuda`: whether ranks compute on GPUs, which rank 0 knows. place: (rank, ranks, store), else torchrun's."""
+        """Take this rank's place among the ranks.
+
+        cuda: whether ranks compute on GPUs, which rank 0 knows. place: (rank, ranks, store), else torchrun's.
+        """
         rank, ranks, store = place or meet()
         if rank == 0:
             store.set(DEVICE, "cuda" if cuda else "cpu")
@@ -326,7 +329,7 @@ def joined() -> Peers | None:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """`rank 1: `, `ranks 1, 2: `, or nothing for none."""
+    """Return `rank 1: ` or `ranks 1, 2: `; empty for no ranks."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: " if ranks else ""
 
 

@@ -53,12 +53,12 @@ def group_backend(device: torch.device) -> str:
 
 
 def meet() -> tuple[int, int, Store]:
-    """(rank, ranks, store) of torchrun's ranks: a store that no earlier start of them has written to.
+    """Return (rank, ranks, store) of torchrun's ranks, with a store that no earlier start of them has written to.
 
-    torchrun's own lives as long as torchrun, and what ranks that are gone have left in it would be believed
-    (pytorch#135712); nor can it be cut by the count of restarts, of which each agent has its own. So rank 0 opens
-    another one and writes its address there. A rank that reads an earlier rank 0's address finds no server, and reads
-    again.
+    torchrun's own store lives as long as torchrun, and entries of ranks that have ended would be read as current
+    (pytorch#135712). The count of restarts cannot separate them, as each agent has its own count. So rank 0 opens
+    another store and writes its address to torchrun's. A rank that reads an earlier rank 0's address finds no server,
+    and reads again.
     """
     shared, rank, ranks = next(rendezvous("env://", timeout=PATIENCE))
     if rank == 0:
@@ -131,11 +131,11 @@ class RankProgress:
         return found
 
     def leave_words(self, kind: str, words: str) -> None:
-        """kind: `own` trouble, or that of a `link` to another rank."""
+        """Store the last words of this rank. kind: `own` trouble, or that of a `link` to another rank."""
         self.store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
 
     def last_words(self, rank: int) -> tuple[str, str] | None:
-        """(kind, words)."""
+        """Return a rank's last words as (kind, words); None if there are none."""
         said = self._said(f"lockstep/last words/{rank}")
         return None if said is None else (said.partition(" ")[0], said.partition(" ")[2])
 

@@ -47,7 +47,7 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, program: Callable[[], Any]) -> Any:
-        """`program()`. FSDP sees none of its inputs: it would give one that is unused a gradient of zeros."""
+        """Call `program()`. FSDP sees none of its inputs: it would give an unused input a gradient of zeros."""
         return program()
 
 
@@ -78,7 +78,7 @@ class Gather(DefaultAllGather):
         self._begun = begun
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """As torch calls it."""
+        """Report that the gather begins, and call torch's."""
         self._begun()
         return super().__call__(*arguments, **options)
 
@@ -94,7 +94,10 @@ class SumAndCut(DefaultReduceScatter):
         self._begun, self._narrow = begun, narrow
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """input_tensor: every rank's part, one after another; output_tensor: this rank's. op is always the sum."""
+        """Sum the parts of all ranks, and keep this rank's.
+
+        input_tensor: every rank's part, one after another; output_tensor: this rank's. op is always the sum.
+        """
         self._begun(input_tensor)
         narrow = self._narrow()
         if narrow is None:
@@ -112,7 +115,10 @@ class NotSummed(DefaultReduceScatter):
         self._members, self._take = members, take
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """input_tensor: a row a rank, of that rank's part of every gradient, filled up to equal parts."""
+        """Give `take` each parameter and this rank's gradient of it, and write zeros in place of the sum.
+
+        input_tensor: a row a rank, of that rank's part of every gradient, filled up to equal parts.
+        """
         by_rank = input_tensor.view(group.size(), -1)
         begin = 0
         for p in self._members:
@@ -166,7 +172,7 @@ def put(tensor: Tensor, rows: np.ndarray) -> None:
 
 
 def sum_of_squares(norms: Tensor) -> Tensor:
-    """Norms of the parts → norms of the whole tensors, float64. Every rank calls it."""
+    """Turn the norms of the parts into norms of the whole tensors, float64. Every rank calls it."""
     squares = norms.double().square()
     dist.all_reduce(squares)
     return squares.sqrt()

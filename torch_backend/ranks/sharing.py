@@ -52,15 +52,15 @@ class Sharing:
         return self.share(micros) if self.shares(micros) else micros
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
-        """Before the first step of several ranks: what must be done once. backward: of this rank's first one."""
+        """Do what several ranks need once, before their first step; nothing here. backward: this rank's first one."""
 
     def clear(self, parameters: Sequence[Tensor]) -> None:
-        """Before a step: no parameter has a gradient."""
+        """Clear the gradient of each parameter, before a step."""
         for p in parameters:
             p.grad = None
 
     def reduced(self, parameters: Iterable[Tensor]) -> None:
-        """After gradients were summed over ranks."""
+        """Note where the gradients lie after their sum over ranks; nothing here."""
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
         """Yield the program for each micro-batch that this rank computes of these, in order."""
@@ -71,7 +71,7 @@ class Sharing:
         raise NotImplementedError
 
     def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
-        """Any program over the model's weights."""
+        """Run any program over the model's weights."""
         return program(*inputs)
 
     def total(self, total: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Sharing:
         return total
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of what rank 0 computes alone, into each `.grad`."""
+        """Compute the gradients of what rank 0 computes alone, into each `.grad`."""
         loss.backward()
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -87,7 +87,7 @@ class Sharing:
         return torch.autograd.grad(loss, wanted, allow_unused=True)
 
     def norm(self, norms: Tensor) -> Tensor:
-        """Norms of what this rank holds → norms of the whole."""
+        """Turn norms of what this rank holds into norms of the whole."""
         return norms
 
     def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:

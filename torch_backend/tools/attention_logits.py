@@ -21,7 +21,7 @@ QUERIES = 256
 
 
 def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *documents_BS: Tensor) -> np.ndarray:
-    """(layers,) float64: the maximum over sequences, heads, queries and the keys that each may see of q·kᵀ·scale.
+    """Return (layers,) float64: the maximum of q·kᵀ·scale over sequences, heads, queries and the keys that each sees.
 
     Before a cap. Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S)
     where attention uses them. The forward pass runs eagerly, without gradients; nothing of the model is changed.

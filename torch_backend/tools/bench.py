@@ -37,7 +37,7 @@ LIVE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.dra
 
 
 def device_facts() -> dict[str, Any]:
-    """Kind, name and what else decides speed: driver, power limit in W, highest clocks in MHz; None if not known.
+    """Return what decides speed: kind, name, driver, power limit in W, highest clocks in MHz; None if not known.
 
     memory_bytes: of a GPU, as torch reports it: less than nvidia-smi's memory_mib, which has the driver's part too.
     """
@@ -90,7 +90,7 @@ def _read(name: str, text: str) -> str | float | None:
 
 
 def measure_floor(repeat: int = 20) -> dict[str, Any]:
-    """Rates of a large product by operand, FLOP/s, and the bandwidth of a copy, bytes read and written a second.
+    """Measure the rates of a large product by operand, FLOP/s, and a copy's bandwidth, bytes read and written a second.
 
     The best of `repeat`, since a floor is what cannot be beaten; `repetitions` has all, in seconds.
     """
@@ -205,7 +205,7 @@ def measure_steps(config: RunConfig, warmup: int, repeat: int) -> dict[str, Any]
 
 
 def memory(session: TorchSession, cuda: bool) -> dict[str, int]:
-    """Bytes: on CUDA what a step reserves and allocates at most, and what stays between steps without gradients.
+    """Return bytes: on CUDA, most reserved and allocated in a step, and what stays between steps without gradients.
 
     On the CPU the largest resident set of the process.
     """

@@ -116,7 +116,7 @@ NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def guarded(session: Programs, micro: Batch) -> Iterator[None]:
-    """While the session computes a micro-batch: an operation that torch refuses becomes a UserError with its name.
+    """Turn torch's refusal of an operation into a UserError with its name, while a micro-batch is computed.
 
     Raises UserError as well if the mode of a deterministic run was switched off by somebody else.
     """

@@ -96,7 +96,7 @@ class Decoder:
         self._tokens = np.zeros(0, np.int32)
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits (V,) of the token that follows `tokens`, int32 (n,), 1 ≤ n ≤ window: one document, from position 0.
+        """Return logits (V,) of the token after `tokens`, int32 (n,), 1 ≤ n ≤ window: one document, from position 0.
 
         With the cache only the last token is computed, where the others are those of the call before; else all are.
         """
@@ -109,7 +109,7 @@ class Decoder:
         return self._logits(tokens, start, self._cache.tap(start))
 
     def _logits(self, tokens: np.ndarray, start: int, tap: Tap) -> np.ndarray:
-        """Logits after the last token, from a pass over those at `start` and after it: all, or the last alone."""
+        """Return logits after the last token, from a pass over the tokens from `start` on: all, or the last alone."""
         model, stop = self._model, len(tokens)
         self._switches.require()
         with torch.inference_mode():

@@ -35,7 +35,7 @@ class TorchFunction:
     def __call__(
         self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
-        """As in `Function`. Grad mode, default dtype and random state are set for the call alone."""
+        """Implement `Function`, with grad mode, default dtype and random state set for the call alone."""
         narrowing = Narrowing()
         with _aside(self._device, exact):
             arguments = {one.name: self._argument(one, values, exact) for one in self._inputs}
@@ -95,7 +95,7 @@ class TorchFunction:
 
 
 def _laid_out(values: Tensor, like: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values in a tensor with the strides of `like`, and its offset as far as alignment goes."""
+    """Return the values in a tensor with the strides of `like`, and its offset as far as alignment goes."""
     if like is None or like.layout != torch.strided:
         return values.to(device, dtype, copy=True)
     strides, offset = like.stride(), like.storage_offset() % OFFSET
@@ -144,7 +144,7 @@ def _name(tensor: Tensor) -> str:
 
 @contextmanager
 def _aside(device: torch.device, exact: bool) -> Iterator[None]:
-    """Gradients on, a fixed random state, and for the truth doubles by default and no autocast; then all as before."""
+    """Enable gradients, fix the random state, and for the truth use FP64 without autocast; restore all afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     before = torch.get_default_dtype()
     with (

@@ -45,7 +45,7 @@ class _WideTorch(types.ModuleType):
 
 @contextmanager
 def widened(kind: type) -> Iterator[None]:
-    """Let `torch.float32` mean FP64 inside a model's module while the block runs.
+    """Make `torch.float32` mean FP64 inside a model's module while the block runs.
 
     transformers computes norms, softmax and angles in FP32 whatever dtype a model is in. Its code is otherwise
     untouched. `Tensor.float` gives FP64 as well, in this process, until the block ends. kind: the model's class.
@@ -65,7 +65,7 @@ def widened(kind: type) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(exact: bool) -> Iterator[None]:
-    """Let tensors that a constructor makes of numbers, as Gemma's √hidden, be FP64, or FP32 where not `exact`."""
+    """Make tensors that a constructor builds from numbers, as Gemma's √hidden, FP64, or FP32 where not `exact`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     try:
@@ -92,7 +92,7 @@ def architecture_of(family: HubFamily) -> Any:
 
 
 def their_arguments(model: ModelConfig, longest: int) -> dict[str, Any]:
-    """Arguments of the configuration class of transformers. longest: tokens of the longest sequence.
+    """Return the arguments of transformers' configuration class. longest: tokens of the longest sequence.
 
     Raises UserError if its architecture cannot express the model.
     """
@@ -227,7 +227,7 @@ class HuggingFaceSession:
         raise NotSupported("hf is a reference: it does not train")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class HuggingFaceBackend:
@@ -243,7 +243,7 @@ class HuggingFaceBackend:
         return HuggingFaceSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Versions, and what is in force."""
+        """Return versions, and what is in force."""
         import transformers
 
         return {

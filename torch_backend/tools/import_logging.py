@@ -11,7 +11,7 @@ SPEAKERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Warnings of the libraries' import, and of torch about torchao, are left unsaid inside."""
+    """Silence the warnings of the libraries' import, and torch's about torchao, while the block runs."""
     before = {name: logging.getLogger(name).level for name in SPEAKERS}
     for name in SPEAKERS:
         logging.getLogger(name).setLevel(logging.ERROR)

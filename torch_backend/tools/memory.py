@@ -8,7 +8,7 @@ from lockstep.core.train.process_memory import process_memory
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Bytes. On CUDA `allocated` and `reserved` by torch now, and `peak` allocated since the last call, which it ends.
+    """Return bytes: on CUDA `allocated` and `reserved` now, and `peak` allocated since the last call, which it resets.
 
     torch.cuda.memory_stats counts on the host: nothing is waited for. On the CPU, what the process holds.
     """
@@ -21,6 +21,6 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes of a GPU that a tensor may still take: what nobody has, and what torch has reserved and does not use."""
+    """Return bytes of a GPU that a tensor may still take: unallocated, or reserved by torch and not in use."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

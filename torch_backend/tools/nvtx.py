@@ -17,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def unmarked(name: str) -> AbstractContextManager[Any]:
-    """No name is given."""
+    """Open no range."""
     return nullcontext()
 
 
@@ -32,7 +32,7 @@ def recorded(name: str) -> AbstractContextManager[Any]:
 
 
 def marking(config: RunConfig, device: torch.device) -> Mark:
-    """How a session of this configuration names its parts."""
+    """Return how a session of this configuration marks the parts of a step."""
     return nvtx if config.log.nvtx and device.type == "cuda" else unmarked
 
 

@@ -124,7 +124,7 @@ def compiled_forward(program: Callable[..., Any], *arguments: Any) -> torch.fx.G
 
 
 def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
-    """Bytes of a forward graph's outputs but for its inputs and the two results, views of one tensor counted once."""
+    """Return bytes of a forward graph's outputs without its inputs and two results; views of a tensor count once."""
     bases: dict[Any, int] = {}
     for node in outputs[2:]:
         if not isinstance(node, torch.fx.Node):
@@ -168,7 +168,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def measured_peak(config: RunConfig) -> dict[str, int]:
-    """Bytes above what stays between steps, in a real forward and backward pass on the CPU: `peak`, and `after` it.
+    """Measure bytes above those kept between steps, in a forward and backward pass on the CPU: `peak`, and `after` it.
 
     From the CPU allocator's own reports (torch.profiler, profile_memory): every tensor counts, eager or compiled, and
     what kernels allocate from it. The second step is measured, without gradients before it.

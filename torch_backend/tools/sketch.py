@@ -24,12 +24,12 @@ def _signed(constant: int) -> int:
 
 
 def _shifted(h: Tensor, shift: int) -> Tensor:
-    """Logical shift to the right of int32, whose own shift repeats the sign."""
+    """Shift int32 to the right logically; its own shift repeats the sign."""
     return (h >> shift) & ((1 << (32 - shift)) - 1)
 
 
 def signs(start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Signs of the coordinates start … start + count − 1 as float32, ±1; start may exceed 2³²."""
+    """Return the signs of coordinates start … start + count − 1 as float32, ±1; start may exceed 2³²."""
     if start + count <= 1 << 31:
         h = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
@@ -43,7 +43,7 @@ def signs(start: int, count: int, device: torch.device | None = None) -> Tensor:
 
 
 def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
-    """S(x) for the row-major coordinates offset … offset + size − 1: (K,), float64 for float64 input, else float32.
+    """Return S(x), (K,), for coordinates offset … offset + size − 1: float64 for float64 input, else float32.
 
     table: the first signs, int8, where they are kept: a program with a hundred sketches compiles ten times faster
     if it reads them than if it hashes. With an offset they are always computed.
@@ -66,7 +66,7 @@ def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
 
 
 def lift(probe: Tensor, shape: tuple[int, ...], table: Tensor | None = None) -> Tensor:
-    """Sᵀ·probe: (K,) → `shape` in the probe's dtype. The probe's gradient is the sketch of the result's."""
+    """Return Sᵀ·probe: (K,) → `shape`, in the probe's dtype. The probe's gradient is the sketch of the result's."""
     size = math.prod(shape)
     rows = -(-size // K)
     sign = signs(0, rows * K, probe.device) if table is None else table[: rows * K]
@@ -75,7 +75,7 @@ def lift(probe: Tensor, shape: tuple[int, ...], table: Tensor | None = None) -> 
 
 
 def statistics(x: Tensor) -> Tensor:
-    """(4,) float64: L2 norm, largest magnitude, mean, count of non-finite values."""
+    """Return (4,) float64: L2 norm, largest magnitude, mean, count of non-finite values."""
     wide = x.double()
     # A compiled program adds int32 to int64 in half the time that it takes for bool.
     nonfinite = (~torch.isfinite(x)).to(torch.int32).sum()

@@ -102,7 +102,7 @@ def watch(
 
 
 def _count(operations: bool | int) -> int:
-    """How many operations a check judges. Raises UserError for what is no number of them."""
+    """Return how many operations a check judges. Raises UserError for a value that is not such a number."""
     if isinstance(operations, bool):
         return COUNT if operations else 0
     if isinstance(operations, int) and operations > 0:

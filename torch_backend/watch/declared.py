@@ -58,7 +58,7 @@ DECLARED: dict[str, Callable[[Any, Tensor], tuple[str, Any, tuple[Any, ...]]]] =
 
 
 def name_of(module: nn.Module) -> str:
-    """`torch.nn.LayerNorm` for a module that is known, else empty."""
+    """Return `torch.nn.LayerNorm` and the like for a module that is known, else an empty text."""
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" not in DECLARED or getattr(module, "dim", 0) is None:
         return ""

@@ -169,7 +169,7 @@ class FamilyReference:
         return found
 
     def _kernel(self) -> AttentionConfig:
-        """As transformers calls torch's scaled_dot_product_attention, which knows no cap."""
+        """Return the kernel as transformers calls it: torch's scaled_dot_product_attention, which has no cap."""
         return AttentionConfig() if self._model.attention_cap else AttentionConfig(kernel="flash", grouped="kernel")
 
     def _casts(self, precision: Precision) -> tuple[str, str]:
@@ -296,7 +296,7 @@ def _of_shape(reference: Reference, batch: Batch) -> Reference:
 
 
 def _evidence(state: State, tapped: Batch, taps: Arrays, hidden: tuple[str, ...]) -> Evidence:
-    """Evidence of which the taps alone are judged."""
+    """Build evidence in which only the taps are judged."""
     nothing = StepRecord(0, math.nan, 0.0, 0.0, math.nan, 1.0, "", tapped.tokens.size)
     return Evidence(
         state, state, tapped, nothing, None, tapped, None, taps, (), 0.0, thorough=False, hidden_taps=hidden

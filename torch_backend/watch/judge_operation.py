@@ -139,7 +139,7 @@ class JudgeOperation:
     def _beside(
         self, call: Call, values: Sequence[np.ndarray], draw: int, way: str
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Truths and twins of inputs beside the given ones."""
+        """Return truths and twins of inputs a few roundings from the given ones."""
         random = np.random.default_rng(draw)
         with np.errstate(invalid="ignore", over="ignore"):
             moved = [

@@ -54,7 +54,7 @@ class KeepWide(TorchDispatchMode):
 
 
 def _name(func: Any) -> str:
-    """`to` for aten._to_copy, else the operation's own name."""
+    """Return `to` for aten._to_copy, else the operation's own name."""
     name = str(func.overloadpacket.__name__)
     return {"_to_copy": "to"}.get(name, name)
 
@@ -83,6 +83,6 @@ def places(model: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def in_words(asked: dict[Asked, None]) -> str:
-    """`blocks.0.norm: to (float32)`, up to five places."""
+    """Return `blocks.0.norm: to (float32)` and the like, up to five places."""
     items = [f"{where}: {name} ({str(dtype).rpartition('.')[2]})" for where, name, dtype in asked]
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

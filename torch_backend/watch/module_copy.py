@@ -41,7 +41,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def ranks_of(model: Any) -> int:
-    """How many ranks' gradients DistributedDataParallel averages; 1 without it."""
+    """Return how many ranks' gradients DistributedDataParallel averages; 1 without it."""
     while type(model).__name__ == COMPILED:
         model = model._orig_mod
     group = getattr(model, "process_group", None) if type(model).__name__ == REPLICATED[0] else None

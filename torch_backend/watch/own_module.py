@@ -54,7 +54,10 @@ class OwnModule:
     own = True
 
     def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate, operations: int = 0) -> None:
-        """operations: how many operations a check judges by themselves; 0 for none."""
+        """Make the reference from the module itself.
+
+        operations: how many operations a check judges by themselves; 0 for none.
+        """
         self._model, self._loss, self._accumulate = model, loss, accumulate
         self.casts, self.divisor = casts_of(unwrapped(model)), 1.0
         self._told: set[str] = set()
@@ -272,7 +275,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def dropouts(model: nn.Module) -> str:
-    """Modules that are named dropout and are on, in words."""
+    """List, in words, the modules that are named dropout and are on."""
     found = [
         f"{name} (p={p:g})"
         for name, module in model.named_modules()
@@ -282,5 +285,5 @@ def dropouts(model: nn.Module) -> str:
 
 
 def _changed(model: nn.Module) -> list[str]:
-    """Buffers that were written since the copy was made."""
+    """List the buffers that were written since the copy was made."""
     return [name for name, x in model.named_buffers() if x._version]

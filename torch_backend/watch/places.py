@@ -89,7 +89,7 @@ class Places:
 
 
 def _line() -> str:
-    """`modeling_gpt2.py:123`, with its path from the folder of installed packages or from here."""
+    """Return the user's line, `modeling_gpt2.py:123`, with its path from the installed packages or from here."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*OURS, "<")):
         frame = frame.f_back  # type: ignore[assignment]

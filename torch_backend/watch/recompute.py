@@ -103,7 +103,7 @@ class Recompute:
         return [x.detach().to("cpu", torch.float64).numpy() for x in call.floating]
 
     def ways(self, call: Call) -> list[str]:
-        """How a call can be computed, best first. Raises NotJudged if it cannot."""
+        """List how a call can be computed, best first. Raises NotJudged if it cannot."""
         library, _, name = call.name.partition(".")
         if library not in ("aten", "prims"):
             if f"{library}::{name}" not in _references:
@@ -184,7 +184,7 @@ OVER_ROWS = ("softmax", "norm", "logsumexp", "cumsum", "var", "std")
 
 
 def terms_of(call: Call, result: np.ndarray) -> float:
-    """How many numbers are summed into one of a result, at most."""
+    """Return how many numbers are summed into one number of a result, at most."""
     name, floating = call.name.partition(".")[2], call.floating
     if not floating:
         return 1.0

@@ -67,13 +67,13 @@ class Casts:
 
     @classmethod
     def of(cls, precision: Precision, model: nn.Module) -> Casts:
-        """Under bf16 weights nothing is declared to be in FP32."""
+        """Build for a model under a precision. Under bf16 weights nothing is declared to be in FP32."""
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         wide = dtypes == {torch.float32}
         return cls(every=precision == "fp32", some=precision == "bf16" and wide)
 
     def read(self, name: str, stage: str, tensors: list[Tensor], place: Place) -> None:
-        """See the inputs of an operation that is no view."""
+        """Check that an operation, if it is kept wide, reads no narrowed copy."""
         if place.backward or not (self.every or (self.some and name in KEPT_WIDE)):
             return
         self.seen += 1
@@ -88,7 +88,7 @@ class Casts:
                 return
 
     def wrote(self, name: str, view: bool, tensors: list[Tensor], results: list[Tensor], place: Place) -> None:
-        """See the results of an operation."""
+        """Note which results of an operation are narrowed copies."""
         if place.backward or not (self.every or self.some):
             return
         for x in results:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def left(self, module: nn.Module, args: Any, result: Any) -> None:
-        """See a module whose forward is done, where it is one that declares its operation."""
+        """Record a module whose forward is done, where it is one that declares its operation."""
         stage = declared.name_of(module)
         if not stage or torch._C._current_graph_task_id() != -1 or not isinstance(result, Tensor):
             return

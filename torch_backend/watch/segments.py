@@ -69,7 +69,7 @@ class _Widen(torch.autograd.Function):
 
 
 def by_blocks(model: nn.Module, narrow: frozenset[str]) -> Sink:
-    """Let a copy's blocks widen their own weights. Returns where gradients of these will be, by name."""
+    """Make a copy's blocks widen their own weights. Returns where their gradients will be, by name."""
     sink: Sink = {}
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     for block in {id(block): block for block in blocks_of(model).values()}.values():

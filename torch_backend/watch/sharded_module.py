@@ -34,7 +34,7 @@ def shards(model: nn.Module) -> bool:
 
 
 def _groups(module: Any) -> Sequence[Any]:
-    """FSDP's groups of parameters of a module; torch 2.11 has one at most."""
+    """Return FSDP's groups of parameters of a module; torch 2.11 has one at most."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         found: Sequence[Any] = state._fsdp_param_groups

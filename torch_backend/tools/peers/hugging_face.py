@@ -15,7 +15,7 @@ from lockstep.torch_backend.tools.peers.race import Race, Turn
 
 
 def build(race: Race) -> Any:
-    """LlamaForCausalLM with the race's weights, attention by torch's own call."""
+    """Build LlamaForCausalLM with the race's weights and torch's own attention call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = their_arguments(race.config.model, race.config.train.sequence_length)

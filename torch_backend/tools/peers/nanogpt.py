@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden, config.hidden, bias=config.o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """X (B, S, D) → (B, S, D)."""
+        """Attend within x (B, S, D) → (B, S, D)."""
         rows, length, _ = x.shape
         q = self.q_proj(x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -57,7 +57,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """X (B, S, D) → (B, S, D)."""
+        """Map x (B, S, D) → (B, S, D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """X (B, S, D) → (B, S, D)."""
+        """Map x (B, S, D) → (B, S, D)."""
         x = x + self.attn(self.attn_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 

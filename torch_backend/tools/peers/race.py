@@ -47,7 +47,7 @@ class Race:
         return torch.device("cuda" if self.config.device == "cuda" else "cpu")
 
     def micro_batches(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """By batch, tokens and targets of each micro-batch, int64 (B, S) on the device: ready before the race."""
+        """Return, by batch, tokens and targets of each micro-batch, int64 (B, S) on the device before the race."""
         size = self.config.train.micro_batch_size
         return [
             [
@@ -58,7 +58,7 @@ class Race:
         ]
 
     def fused_adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-        """Torch's fastest AdamW over the run's groups of canonical names."""
+        """Return torch's fastest AdamW over the run's groups of canonical names."""
         optim, group_of = self.config.optim, groups_of(self.config.model)
         groups = [
             {

@@ -35,7 +35,7 @@ class LibraryWatcher:
         return self.watcher.checks if self.watcher else ()
 
     def to_json(self) -> dict[str, Any]:
-        """As `Watcher.to_json`. Raises UserError before training."""
+        """Return `Watcher.to_json`. Raises UserError before training."""
         if self.watcher is None:
             raise UserError("training has not begun: there is no check to write down")
         return self.watcher.to_json()

@@ -159,7 +159,7 @@ def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def declared_by(trainer: Any) -> Callable[[str, int], dict[str, Any]]:
-    """Hyperparameters by parameter and step, as the trainer's arguments declare them.
+    """Return hyperparameters by parameter and step, as the trainer's arguments declare them.
 
     The learning rate is that of the step's number, where the schedule is a function of it. Decay is for those
     parameters that the trainer lists.
