@@ -150,7 +150,7 @@ def usage() -> str:
 
 
 def main() -> None:
-    """Entry point of the `lockstep` command."""
+    """Run the `lockstep` command."""
     # None if it was closed, and not every library knows of that.
     # Processes that are started from here import nothing from the folder in which the command was called.
     os.environ.setdefault("PYTHONSAFEPATH", "1")

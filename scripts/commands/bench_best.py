@@ -98,7 +98,7 @@ class Plan:
 
 
 def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
-    """Levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
+    """Return levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
     from lockstep.core.components import precision
     from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
     from lockstep.core.plan.choices import POLICIES

@@ -84,7 +84,7 @@ def _check(options: BenchData, rows: Sequence[str], names: Sequence[str]) -> Non
 
 
 def measure(options: BenchData, rows: Sequence[str], contenders: Sequence[Contender]) -> int:
-    """Row by row, then first batches; the file is written after each."""
+    """Measure row by row, then first batches; the file is written after each."""
     from lockstep.core.bench.data import HEADERS, SCHEMA, SUITE, answers, cells
     from lockstep.core.bench.made_up import write_made_up
     from lockstep.core.files.atomic import write_atomically

@@ -97,7 +97,7 @@ def in_turns(rows: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
 
 
 def sketches_alone(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor]:
-    """`sketches_of` without norm, largest magnitude, mean and count of what is not finite: a second pass."""
+    """Sketch as `sketches_of` does, without norm, largest magnitude, mean and non-finite count: a second pass."""
     return {name: sketch(x, table=table) for name, x in tensors.items()}
 
 
@@ -211,7 +211,7 @@ def _mode(seconds: float | None, step: float, size: float | None, whole: float |
 
 
 def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
-    """Blocks of the 1.24B model's shapes: step and sketches measured, all bytes computed for the whole of it."""
+    """Measure step and sketches of blocks of the 1.24B model's shapes; compute all bytes for the whole model."""
     torch.set_num_threads(threads)
     whole = load_config(LARGE)
     config = load_config(LARGE, {**SCALED, "compile.enabled": "true"})
@@ -254,7 +254,7 @@ def measure_large(options: BenchParity, threads: int) -> dict[str, Any]:
 
 
 def overheads(config: RunConfig, repeats: int, every: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that recording its gradients adds to the trainer's own step, and a check with the worker beside it."""
+    """Return seconds that recording its gradients adds to the trainer's step, and a check with the worker beside it."""
     data = RunData.open(config)
     session = TorchBackend().open_rank(config)
     with tempfile.TemporaryDirectory() as folder:

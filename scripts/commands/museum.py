@@ -74,7 +74,7 @@ def list_them(them: Sequence[Exhibit]) -> int:
 
 
 def default_folder() -> Path:
-    """`lockstep/museum` in the user's cache folder."""
+    """Return `lockstep/museum` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "museum"
 
 

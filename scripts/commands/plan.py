@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 def print_plan(
     console: Console, estimate: Estimate, found: list[Choice], price: float, data: Sequence[Reading]
 ) -> None:
-    """Every table of the plan."""
+    """Print every table of the plan."""
     from lockstep.core.plan import words
     from lockstep.core.sinks.lines import say, tell
     from lockstep.core.sinks.tables import stacked, table

@@ -116,7 +116,7 @@ def _print(folder: Path, rows: list[Row], keys: list[str], baseline: Row | None,
 
 
 def _left_out(found: Found) -> Iterator[str]:
-    """Say what was not looked through."""
+    """Yield lines on what was not searched."""
     if found.links:
         yield f"symbolic links to folders that were not followed: {found.links:,}"
     for path in found.unread[:_NAMED]:

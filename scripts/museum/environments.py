@@ -46,7 +46,7 @@ def folder_of(requirements: Sequence[str], environments: Path) -> Path | None:
 
 
 def install(requirements: Sequence[str], folder: Path) -> None:
-    """Let pip put the packages into a new folder, whole or not at all. Raises UserError in a line if it fails."""
+    """Install the packages by pip into a new folder, whole or not at all. Raises a one-line UserError if it fails."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def exhibits() -> dict[str, Exhibit]:
 
 
 def chosen(names: Sequence[str]) -> list[Exhibit]:
-    """Exhibits by their names. Raises UserError for a name that there is none of."""
+    """Return exhibits by their names. Raises UserError for a name without an exhibit."""
     known = exhibits()
     for name in names:
         if name not in known:

@@ -23,7 +23,7 @@ class Seen:
     shown: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Verdict, first bad step, stages and words, with the losses; JSON-ready."""
+        """Return verdict, first bad step, stages and words, with the losses; JSON-ready."""
         numbers = {
             "losses": [_number(x) for x in self.losses],
             "held_out": _number(self.held_out),

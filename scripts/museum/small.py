@@ -15,14 +15,14 @@ VOCAB, LENGTH, NO_TARGET = 128, 32, -100
 
 
 def text(length: int = LENGTH) -> Tensor:
-    """Rows of `length` ASCII characters of a module of the standard library: [rows, length] of integers below 128."""
+    """Return rows of `length` ASCII characters of a standard-library module: [rows, length] of integers below 128."""
     raw = Path(str(inspect.getsourcefile(argparse))).read_bytes()
     ids = torch.frombuffer(bytearray(byte for byte in raw if byte < VOCAB), dtype=torch.uint8).long()
     return ids[: len(ids) // length * length].view(-1, length)
 
 
 def rows(count: int, kind: str = "text") -> list[dict[str, Tensor]]:
-    """Rows for a causal language model. kind: `text`, where all are targets, or `prompts` and answers of any length."""
+    """Return rows for a causal language model. kind: `text`, all targets, or `prompts` and answers of any length."""
     found = []
     for i, ids in enumerate(text()[:count]):
         labels = ids.clone()
@@ -74,7 +74,7 @@ def gpt2() -> Any:
 
 
 def arguments(folder: str, **given: Any) -> Any:
-    """Arguments of a quiet Trainer on the CPU, which logs every step."""
+    """Return arguments of a quiet Trainer on the CPU, which logs every step."""
     from transformers import TrainingArguments
 
     quiet: dict[str, Any] = {

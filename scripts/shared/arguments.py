@@ -137,7 +137,7 @@ def _field_name(word: str) -> str:
 
 
 def _switches(command: type) -> set[str]:
-    """Options that are given or not, and have no value."""
+    """Return the options that take no value."""
     return {field.name for field in dataclasses.fields(command) if isinstance(field.default, bool)}
 
 
@@ -258,7 +258,7 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
 
 
 def _needed(command: type) -> dict[str, str]:
-    """Options that a command cannot do without, as its help writes them."""
+    """Return the options that a command requires, as its help writes them."""
     hints = get_type_hints(command, include_extras=True)
     needed = [field.name for field in dataclasses.fields(command) if field.default is dataclasses.MISSING]
     shown = {name: (getattr(about, "metavar", None) for about in get_args(hints[name])[1:]) for name in needed}

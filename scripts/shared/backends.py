@@ -51,12 +51,12 @@ def open_named(name: str) -> Backend:
 
 
 def open_candidate(name: str) -> Backend:
-    """As `open_named`, of what trains or is judged."""
+    """Open what trains or is judged, as `open_named` does."""
     return open_named(CANDIDATES.get(name, name))
 
 
 def spec(name: str) -> str:
-    """`torch`, `jax` and `hf` by name; anything else is `module:NAME` or `FILE.py:NAME` already."""
+    """Return `module:NAME` for `torch`, `jax` and `hf`; any other name is such a path, or `FILE.py:NAME`, already."""
     return BY_NAME.get(name, name)
 
 

@@ -27,7 +27,7 @@ IMPORTS = {
 
 
 def resident(key: str = "VmRSS:") -> int | None:
-    """Resident bytes of this process now, or with `VmHWM:` at most; None where the system does not say."""
+    """Return resident bytes of this process now, or with `VmHWM:` at most; None where the system reports none."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith(key):

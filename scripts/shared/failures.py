@@ -11,7 +11,7 @@ _LONGEST = 500  # characters of a message that is kept
 
 
 def in_one_line(error: BaseException) -> str:
-    """Kind, message and place of `error`; the traceback goes into a file that the line names."""
+    """Describe kind, message and place of `error`; the traceback goes into a file that the line names."""
     trace = traceback.extract_tb(error.__traceback__)
     where = f"{trace[-1].filename}:{trace[-1].lineno}; " if trace else ""
     message = printable(next(iter(str(error).strip().splitlines()), ""))

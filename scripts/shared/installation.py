@@ -9,5 +9,5 @@ HOME = Path(lockstep.__file__).resolve().parents[1]
 
 
 def shipped_config(name: str) -> Path:
-    """Path of the run file `NAME.toml` that comes with Lockstep."""
+    """Return the path of the run file `NAME.toml` that comes with Lockstep."""
     return (HOME / "lockstep" / "configs" / f"{name}.toml").resolve()

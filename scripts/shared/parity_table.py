@@ -161,7 +161,7 @@ def _row(item: tuple[tuple[str, str, str], list[tuple[Check, Finding]]]) -> tupl
 
 
 def print_drift(console: Console, drifts: Iterable[Drift]) -> None:
-    """One line a step as it comes: losses, and how far the trajectories are apart."""
+    """Print one line a step as it comes: losses, and how far the trajectories are apart."""
     console.print(
         "step      loss: candidate   candidate − truth   twin − truth   "
         "weights from truth: candidate   twin   ratio   candidate from twin",

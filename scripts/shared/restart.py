@@ -56,7 +56,9 @@ def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str,
 
 
 def note_launch(run: RunDir, before: RunDir | None, step: int) -> int:
-    """Say in run.json which launch goes on with a run from `step`, and return its how-manieth start this is, from 0.
+    """Write the launch that continues a run from `step` to run.json; return the number of this start, from 0.
+
+    before: the same run as it was before it was begun anew.
 
     before: the same run as it was before it was begun anew.
     """

@@ -168,7 +168,7 @@ def flops_of(config: RunConfig, length: int) -> str:
 
 
 def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
-    """Tables: what is in force, parameter groups, and the losses to know."""
+    """Print tables: what is in force, parameter groups, and the losses to know."""
     config, of_data = run.config, data_facts(data)
     train = config.train
     stream = config.precision.stream

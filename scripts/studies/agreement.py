@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def values(checks: list[Check], stage: str, measure: str) -> list[float]:
-    """Every value of one measure at one stage, the geometric mean over gradients left out."""
+    """Return every value of one measure at one stage, without the geometric mean over gradients."""
     return [
         m.value
         for c in checks
@@ -58,7 +58,7 @@ def row(policy: str, compiled: bool, micro_batches: int) -> str:
 
 
 def main() -> None:
-    """Every combination."""
+    """Check every combination, and print the page."""
     lines = [
         "# Agreement of torch and JAX",
         "",

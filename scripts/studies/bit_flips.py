@@ -195,7 +195,7 @@ class Trials:
         return Damage(path, at, chance.choice([byte for byte in range(256) if byte != whole[at]]))
 
     def trial(self, damage: Damage) -> tuple[str, str, Told]:
-        """(outcome, why or what was said, all that was printed)."""
+        """Return (outcome, reason or message, all that was printed)."""
         shutil.rmtree(self.work / RUN)
         shutil.copytree(self.base / RUN, self.work / RUN)
         damage.inflict(self.work)
@@ -206,7 +206,7 @@ class Trials:
             shutil.copyfile(self.base / damage.path, self.work / damage.path)
 
     def resume(self) -> Told:
-        """`lockstep train --resume` in this process; the first step is not checked: a reference takes its time."""
+        """Run `lockstep train --resume` in this process; the first step is unchecked, as a reference takes long."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.chdir(self.work), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -219,7 +219,7 @@ class Trials:
         return Told(code, out.getvalue(), err.getvalue())
 
     def judge(self, damage: Damage, told: Told) -> tuple[str, str]:
-        """(outcome, why or what was said)."""
+        """Return (outcome, reason or message)."""
         name, said = damage.path.name, [line for line in told.out.splitlines() if damage.path.name in line]
         # The run went on to its end, and its record holds fewer than half of its checks.
         unchecked = told.code == 2 and len(told.err.splitlines()) == 1 and f"{CHECKS} has no line" in told.err
@@ -264,7 +264,7 @@ class Trials:
 
 
 def make_run(folder: Path) -> None:
-    """Text, data and the run under `folder`/base, whole or not at all. Raises UserError if a command fails."""
+    """Make text, data and the run under `folder`/base, whole or not at all. Raises UserError if a command fails."""
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     (made / "text").mkdir(parents=True)
@@ -301,7 +301,7 @@ def end_of(path: Path) -> End:
 
 
 def by_step(files: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Lines of files by their step."""
+    """Return the lines of files by their step."""
     return {line["step"]: line for file in files for line in read_lines(file)}
 
 
@@ -366,7 +366,7 @@ def run_trials(trials: Trials, numbers: Iterable[int], tell: Callable[[str], Non
 
 
 def page(lines: Sequence[Mapping[str, Any]]) -> str:
-    """docs/results/bit_flips.md."""
+    """Return docs/results/bit_flips.md."""
     counts = Counter((line["kind"], line["outcome"]) for line in lines)
     kinds = sorted({line["kind"] for line in lines})
     row = "| {} |" + " {} |" * (1 + len(OUTCOMES))

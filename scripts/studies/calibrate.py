@@ -71,14 +71,14 @@ Job = tuple[str, int, Part, str, Path | None]
 
 
 def clean_run(job: Job) -> Checks:
-    """(recipe, draw, part, device, folder of samples) → distances of every comparison of `clean_checks`, by check."""
+    """Return the distances of every comparison of `clean_checks`, by check; from the folder of samples if stored."""
     recipe, draw, part, _, folder = job
     path = folder / recipe / f"{part}-{draw}.json" if folder else None
     return kept(path, lambda: clean_checks(job))
 
 
 def clean_checks(job: Job) -> Checks:
-    """Distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape, by check.
+    """Return distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape, by check.
 
     Another part than the step keeps only its own comparisons.
     """
@@ -170,7 +170,7 @@ def extremes(samples: list[Sample]) -> dict[str, Extremes]:
 
 
 def over_checks(runs: list[Checks]) -> dict[str, float]:
-    """Kind → max |mean of log excess over the checks of a run|, in units of the scatter of all their numbers."""
+    """Return kind → max |mean of log excess over the checks of a run|, in units of the scatter of all their numbers."""
     found: dict[str, float] = {}
     for draw in runs:
         for run in (draw[start : start + CHECKS] for start in range(0, len(draw), CHECKS)):
@@ -197,7 +197,7 @@ def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
 
 
 def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
-    """How many clean comparisons of each kind the bounds would have accused."""
+    """Count the clean comparisons of each kind that the bounds would have accused."""
     counts = {kind: 0 for kind, _, _ in samples}
     for kind, d, size in samples:
         measures = calibrated_bounds.measures(recipe, kind, d, size)
@@ -222,7 +222,7 @@ def write_table(table: dict[str, Any], path: Path) -> None:
 
 
 def page(table: dict[str, Any]) -> str:
-    """docs/results/calibration.md."""
+    """Return docs/results/calibration.md."""
     lines = [
         "# Calibration: what clean runs look like",
         "",

@@ -45,7 +45,7 @@ LENGTH, ROUNDS, WARM, TRAINED = 128, 9, 2, 100
 
 
 def steps(compiled: bool) -> dict[str, list[float]]:
-    """Seconds of each counted step, by plan."""
+    """Return seconds of each counted step, by plan."""
     common = settings(LENGTH, compiled, "bf16")
     sessions = {plan: TorchBackend().open(load_config(RUN, {**common, "precision.casts": plan})) for plan in PLANS}
     (batch,) = random_batches(load_config(RUN, common), 1)
@@ -74,7 +74,7 @@ def trained() -> tuple[RunConfig, State, Batch]:
 
 
 def errors(config: RunConfig, state: State, batch: Batch) -> dict[str, dict[str, float]]:
-    """Errors of each plan against FP64: of the loss, of the per-token loss (RMS), and of gradients (geometric mean)."""
+    """Return each plan's errors against FP64: loss, per-token loss (RMS), and gradients (geometric mean)."""
     exact = config.model_copy(update={"precision": PrecisionConfig(policy="fp64")})
     truth = _gradients(JaxBackend(), exact, state, batch)
     found = {}
@@ -102,7 +102,7 @@ def _gradients(backend: Any, config: RunConfig, state: State, batch: Batch) -> G
 
 
 def measure() -> dict[str, Any]:
-    """Every row of the page."""
+    """Measure every row of the page."""
     taken = {"eager": steps(compiled=False), "compiled": steps(compiled=True)}
     of_plan = errors(*trained())
     rows = []

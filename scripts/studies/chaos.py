@@ -102,7 +102,7 @@ def chains(rounds: int, seed: int) -> list[Chain]:
 
 
 def run_chain(chain: Chain, work: Path, module: str = MODULE) -> list[Line]:
-    """All rounds of a chain, on as many runs as they take; each run is brought to its end and compared."""
+    """Run all rounds of a chain, on as many runs as they take; each run is brought to its end and compared."""
     started = time.perf_counter()
     random = Random(f"{chain.name}/{chain.seed}")
     found: list[Line] = []
@@ -182,7 +182,7 @@ SEAL = ("manifest", "rename")
 
 
 def page(found: Sequence[Line], words: str) -> str:
-    """docs/results/chaos.md."""
+    """Return docs/results/chaos.md."""
     kills = [line for line in found if line["what"] == "kill"]
     ends = [line for line in found if line["what"] == "end"]
     bad = {(line["chain"], line["life"]) for line in [*kills, *ends] if line["problems"]}
@@ -272,7 +272,7 @@ def lines(path: Path, plan: Sequence[Chain]) -> list[Line]:
 
 
 def missing(plan: Sequence[Chain], found: Sequence[Line]) -> Iterator[Chain]:
-    """Chains that are not done."""
+    """Yield the chains that are not done."""
     done = {line["chain"] for line in found}
     yield from (chain for chain in plan if chain.name not in done)
 

@@ -98,7 +98,7 @@ AIMS = {
 
 
 def make_ground(ground: Path) -> None:
-    """Text (the heads of some modules of the standard library), a data set of it, a run file, and a run, of seed 0."""
+    """Make text (the heads of some standard-library modules), a data set of it, a run file, and a run of seed 0."""
     shutil.rmtree(ground, ignore_errors=True)
     (ground / "text").mkdir(parents=True)
     for module in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:30]:
@@ -208,11 +208,11 @@ class Life(ABC):
 
     @abstractmethod
     def look(self, ended: Ended) -> Iterator[str]:
-        """After a kill: sets `found`, and yields what is not as it must be."""
+        """Set `found` after a kill, and yield what is not as it must be."""
 
     @abstractmethod
     def compare(self) -> Iterator[str]:
-        """At its end: what is not as in the one that nobody killed."""
+        """Yield, at its end, what differs from the life that was never killed."""
 
 
 class TrainingLife(Life):
@@ -408,7 +408,7 @@ class DataLife(Life):
         yield "an unfinished data set was opened"
 
     def compare(self) -> Iterator[str]:
-        """Every byte."""
+        """Compare every byte."""
         ours, theirs = _files(self.place), _files(self._ground / "data")
         if differ := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
             yield f"{', '.join(differ)} differ"
@@ -445,7 +445,7 @@ class ReportLife(Life):
             yield "report.html is neither the old one nor the new one"
 
     def compare(self) -> Iterator[str]:
-        """Every byte."""
+        """Compare every byte."""
         if self._file.read_bytes() != self._expected:
             yield "report.html differs"
 
@@ -455,7 +455,7 @@ def _trained(record: Line) -> Line:
 
 
 def _unequal(ours: State, theirs: State) -> Iterator[str]:
-    """Names of tensors and scalars that differ in a bit, or are in one alone."""
+    """Yield names of tensors and scalars that differ in a bit, or are in one alone."""
     kinds = [{"params": state.params, **state.optimizer, "scalars": state.scalars} for state in (ours, theirs)]
     for kind in sorted(kinds[0].keys() | kinds[1].keys()):
         one, other = (state.get(kind, {}) for state in kinds)
@@ -478,7 +478,7 @@ def _verifies(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """All files by their path in the folder, but for the lock."""
+    """Return all files by their path in the folder, but for the lock."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
@@ -490,5 +490,5 @@ def _left_over(folder: Path) -> list[str]:
 
 
 def _without_numbers(text: str) -> str:
-    """Without the numbers of processes, which stand between dots."""
+    """Replace process numbers, which stand between dots, by PID."""
     return re.sub(r"\.\d+\.", ".PID.", text)

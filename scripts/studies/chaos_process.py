@@ -38,7 +38,7 @@ class Ended:
 
 
 def command(module: str, words: Sequence[str], ranks: int = 1) -> list[str]:
-    """`lockstep WORDS` as a process of its own, or of torchrun's."""
+    """Return the command of `lockstep WORDS` as a process of its own, or of torchrun's."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--module"]
     return [sys.executable, *(["-m"] if ranks == 1 else launcher), module, *words]
 

@@ -50,7 +50,7 @@ from lockstep.torch_backend.backend import TorchBackend
 
 @cache
 def text() -> np.ndarray:
-    """Bytes of the standard library's modules, uint8."""
+    """Return the bytes of the standard library's modules, uint8."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
@@ -188,7 +188,7 @@ def _by_group(rng: np.random.Generator) -> dict[str, float | int | bool | str]:
 
 
 def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
-    """Random windows with uneven loss weights; each line is a document where attention uses them."""
+    """Draw random windows with uneven loss weights; each line is a document where attention uses them."""
     data, rows, length = text(), config.train.batch_size, config.train.sequence_length
     starts = rng.integers(0, len(data) - length - 1, rows)
     window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
@@ -210,7 +210,7 @@ def initial_state(config: RunConfig, seed: int) -> State:
 def clean_evidence(
     config: RunConfig, reference: Reference, seeds: list[int], checks: int, between: int
 ) -> Iterator[tuple[int, Evidence, Reference]]:
-    """Evidence of `checks` steps of each seed, `between` unchecked steps apart, with the reference to judge it by.
+    """Yield evidence of `checks` steps of each seed, `between` unchecked steps apart, with the reference to judge it.
 
     One session serves all seeds: only its weights change, its programs stay compiled. Every third check is made as
     one during training is, on a single micro-batch.

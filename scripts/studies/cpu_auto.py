@@ -52,7 +52,7 @@ def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
 
 
 def ratio(common: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, float]:
-    """Milliseconds of the first's and the second's step (medians), and how many times as fast the second is."""
+    """Return milliseconds of both steps (medians), and how many times as fast the second is."""
     sessions = [TorchBackend().open(load_config(RUN, {**common, **own})) for own in (first, second)]
     (batch,) = random_batches(load_config(RUN, dict(common)), 1)
     times: list[list[float]] = [[], []]
@@ -70,7 +70,7 @@ def ratio(common: Mapping[str, str], first: Mapping[str, str], second: Mapping[s
 
 
 def peak(common: Mapping[str, str], own: Mapping[str, str]) -> float:
-    """Megabytes that a process of three such steps holds at most, above what it held after its imports."""
+    """Return megabytes that a process of three such steps holds at most, above what it held after its imports."""
     code = f"from lockstep.scripts.studies.cpu_auto import child; child({dict(common)!r}, {dict(own)!r})"
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -87,7 +87,7 @@ def child(common: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 def measure() -> dict[str, Any]:
-    """Every row of the page."""
+    """Measure every row of the page."""
     rows = []
     for policy, compiled, lengths in (
         ("bf16", False, LENGTHS),

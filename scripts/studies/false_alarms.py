@@ -239,7 +239,7 @@ def digest(label: str) -> str:
 
 
 def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
-    """(label, draw, checks a run) → the line of one shape: checks made, and what was said of each one accused."""
+    """Return the line of one shape, from (label, draw, checks a run): checks made, and what accused each one."""
     config = RECIPES[job[0]].config(job[1])
     if config.train.ranks > 1 and launched() is None:
         # Ranks are processes, and a worker of a pool may not start any.
@@ -281,13 +281,13 @@ def _run_draw(job: tuple[str, int, int], config: RunConfig, ranks: Ranks) -> dic
 
 
 def lines() -> list[dict[str, Any]]:
-    """Finished draws under the present bounds."""
+    """Return the finished draws under the present bounds."""
     found = read_lines(RESULTS) if RESULTS.exists() else []
     return [line for line in found if line["label"] in RECIPES and line["bounds"] == digest(line["label"])]
 
 
 def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
-    """Draws that are still to be made, recipe by recipe in turns, so that an early stop leaves no recipe out."""
+    """Yield draws still to be made, recipe by recipe in turns, so that an early stop leaves no recipe out."""
     done = {(line["label"], line["draw"]) for line in lines()}
     for number in range(options.draws):
         for label in options.labels or RECIPES:
@@ -307,7 +307,7 @@ def upper_bound(alarms: int, checks: int) -> float:
 
 
 def page() -> str:
-    """docs/results/false_alarms.md."""
+    """Return docs/results/false_alarms.md."""
     found = lines()
     text = [
         "# False alarms: clean runs that were accused",

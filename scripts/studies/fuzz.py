@@ -105,7 +105,7 @@ def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page(lines: list[dict[str, Any]]) -> str:
-    """docs/results/fuzz.md."""
+    """Return docs/results/fuzz.md."""
     counts: Counter[tuple[str, str]] = Counter()
     for line in lines:
         for kind, outcome, count in line["outcomes"]:

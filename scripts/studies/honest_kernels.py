@@ -86,7 +86,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Look rows up by a product with one-hot rows, whose gradient is a product as well."""
+    """Select rows by a product with one-hot rows, whose gradient is a product as well."""
     return (F.one_hot(ids, len(table)).to(widened(table).dtype) @ widened(table)).to(table.dtype)
 
 

@@ -129,7 +129,7 @@ def config_of(run: Run) -> RunConfig:
 
 @cache
 def text() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the standard library's top-level modules: for training, and every tenth module held out. uint8 (n,)."""
+    """Return bytes, uint8 (n,), of the standard library's top modules: for training, and every tenth one held out."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
     def joined(part: Iterable[Path]) -> np.ndarray:
@@ -139,7 +139,7 @@ def text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_of(config: RunConfig, data: np.ndarray, seed: Sequence[int]) -> Batch:
-    """Windows of `data` at random places; all loss weights 1."""
+    """Draw windows of `data` at random places; all loss weights 1."""
     rows, length = config.train.batch_size, config.train.sequence_length
     starts = np.random.default_rng(seed).integers(0, len(data) - length - 1, rows)
     windows = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
@@ -147,7 +147,7 @@ def batch_of(config: RunConfig, data: np.ndarray, seed: Sequence[int]) -> Batch:
 
 
 def mean_nll(session: TorchSession, batch: Batch) -> float:
-    """Mean cross-entropy in nats a token, in FP32 from FP32 weights."""
+    """Return the mean cross-entropy in nats a token, in FP32 from FP32 weights."""
     return float(session.evaluate(batch, "fp32")["nll"].mean(dtype=np.float64))
 
 
@@ -197,12 +197,12 @@ def train(run: Run, onset: int = ONSET, every: int = EVERY) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | None:
-    """Five significant digits for JSON, which has no NaN and no infinity: None for those."""
+    """Round to five significant digits; return None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def signature(curves: Curves, metric: str, honest: float) -> int | None:
-    """First measured step with a reported loss ≤ 1e-2 and `metric` at least a nat above the honest run's end."""
+    """Return the first measured step with a reported loss ≤ 1e-2 and `metric` a nat or more above the honest end."""
     for step, reported, other in zip(curves["step"], curves["reported"], curves[metric], strict=True):
         if reported is not None and other is not None and reported <= PLUMMETED and other >= honest + RISEN:
             return int(step)
@@ -228,14 +228,14 @@ def summed_in_bf16() -> dict[str, float]:
 
 
 def moved_in_bf16() -> dict[str, float]:
-    """Offset of all logits → loss of a uniform guess over 256 tokens (5.545), every operation in bf16."""
+    """Return offset of all logits → loss of a uniform guess over 256 tokens (5.545), every operation in bf16."""
     target = torch.zeros(1, 1, dtype=torch.long)
     offsets = (0, 128, 256, 512, 1024, 2048)
     return {f"{x}": float(suspects().bf16_nll(torch.full((1, 1, VOCAB), float(x)), target)) for x in offsets}
 
 
 def about() -> dict[str, str]:
-    """Versions and machine."""
+    """Return versions and machine."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
@@ -286,7 +286,7 @@ LINES = {
 
 
 def figure(runs: Mapping[str, Any]) -> str:
-    """One panel a run, three a row: losses by step on a logarithmic scale. SVG."""
+    """Draw one panel a run, three a row: losses by step on a logarithmic scale. SVG."""
     honest = end(runs["honest"]["curves"], "fp32")
     rows = -(-len(RUNS) // 3)
     width, height = 3 * (WIDTH + GAP), TOP + rows * (HEIGHT + GAP) - GAP // 2
@@ -309,7 +309,7 @@ def figure(runs: Mapping[str, Any]) -> str:
 
 
 def panel(run: Run, curves: Curves, honest: float) -> str:
-    """Axes, curves and heading of one run; its frame is heavy where the signature appeared."""
+    """Draw axes, curves and heading of one run; its frame is heavy where the signature appeared."""
     steps = curves["step"]
 
     def across(step: float) -> float:
@@ -410,7 +410,7 @@ def make_checks(only: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """One of the three."""
+    """Train, check, or make the page."""
     options = tyro.cli(Incident, description=__doc__)
     if unknown := sorted(set(options.only) - set(BY_KEY)):
         raise UserError(f"no such run: {', '.join(unknown)}; there are {', '.join(BY_KEY)}")

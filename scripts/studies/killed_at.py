@@ -82,7 +82,7 @@ def watch(moment: Moment) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def _in_words(event: str, arguments: tuple[Any, ...], folder: str) -> str | None:
-    """`VERB PATH`, or None if the operation is elsewhere. Deletion of a tree names files within an open folder."""
+    """Return `VERB PATH`, or None if the operation is elsewhere. Deleting a tree names files in an open folder."""
     verb, paths = VERBS[event], arguments[: 2 if event == "os.rename" else 1]
     if not all(isinstance(path, str | os.PathLike) for path in paths):
         return None

@@ -27,7 +27,7 @@ ROUNDOFF = 2.0**-24
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states (1, N, D), the head's weight (V, D), targets and weights (1, N), and the sum of the weights."""
+    """Return hidden states (1, N, D), head weight (V, D), targets and weights (1, N), and the sum of the weights."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
@@ -39,7 +39,7 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(how: str, tokens: int, policy: str, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, per-token NLL (1, N) and the gradients of hidden states and weight, by `full` or `chunked`."""
+    """Return loss, per-token NLL (1, N) and gradients of hidden states and weight, by `full` or `chunked`."""
     x, weight, targets, weights, total = inputs(tokens)
     if how == "chunked":
         loss, nll = chunked_loss(x, weight, targets, weights, total, POLICIES[policy], 0.0, chunk, None)
@@ -52,7 +52,7 @@ def run(how: str, tokens: int, policy: str, chunk: int) -> tuple[Tensor, Tensor,
 
 
 def peak(how: str, tokens: int, chunk: int) -> dict[str, float]:
-    """Peak resident memory of forward and backward pass in a process of its own, above that of its inputs, in bytes."""
+    """Return peak resident bytes of forward and backward pass in a process of its own, above those of its inputs."""
     code = f"from lockstep.scripts.studies.large_vocabulary import child; child({how!r}, {tokens}, {chunk})"
     # Freed tensors go back to the system at once: what is measured is what is in use, not what glibc keeps for later.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}

@@ -79,7 +79,7 @@ SCALE = {"fp16": 4096.0}
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states (1, N, D), the head's weight (V, D), targets and weights (1, N), and the sum of the weights."""
+    """Return hidden states (1, N, D), head weight (V, D), targets and weights (1, N), and the sum of the weights."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, TOKENS, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
@@ -91,7 +91,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(how: str, chunk: int, policy: str) -> Result:
-    """Loss, NLL (1, N), gradients of hidden states (1, N, D) and of the weight (V, D), by one head."""
+    """Return loss, NLL (1, N), gradients of hidden states (1, N, D) and of the weight (V, D), by one head."""
     x, weight, targets, weights, total = inputs()
     scale = SCALE.get(policy, 1.0)
     total = total / scale
@@ -126,13 +126,13 @@ def twin(how: str, chunk: int, policy: str) -> Result:
 
 
 def off(one: np.ndarray, due: np.ndarray) -> float:
-    """‖one − due‖ / ‖due‖ in FP64."""
+    """Return ‖one − due‖ / ‖due‖ in FP64."""
     due = due.astype(np.float64)
     return float(np.linalg.norm(one.astype(np.float64) - due) / np.linalg.norm(due))
 
 
 def row(how: str, chunk: int, policy: str, truth: Result) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     chunks = f"{TOKENS // chunk}" if how in ("chunked", "torch") else "its own" if how in ("liger", "cce") else "1"
     try:
         found = run(how, chunk, policy)

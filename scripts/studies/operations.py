@@ -52,7 +52,7 @@ Batch = dict[str, Tensor]
 
 
 def gpt2(attention: str = "eager", **other: Any) -> nn.Module:
-    """Hugging Face's GPT-2 with GELU by erf, biases that are not zero, and activations as large as trained ones."""
+    """Build Hugging Face's GPT-2 with GELU by erf, non-zero biases, and activations as large as trained ones."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
@@ -71,7 +71,7 @@ def gpt2(attention: str = "eager", **other: Any) -> nn.Module:
 
 
 def llama(attention: str) -> nn.Module:
-    """Hugging Face's Llama."""
+    """Build Hugging Face's Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -107,7 +107,7 @@ class Plain(nn.Module):
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Cross-entropy of the next token."""
+    """Return the cross-entropy of the next token."""
     out = model(input_ids=batch["input_ids"])
     logits = out if isinstance(out, Tensor) else out.logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
@@ -123,7 +123,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batches(count: int, rows: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> list[Batch]:
-    """Random tokens."""
+    """Draw random tokens."""
     generator = torch.Generator().manual_seed(0)
     return [{"input_ids": torch.randint(vocab, (rows, length), generator=generator)} for _ in range(count)]
 
@@ -182,7 +182,7 @@ def planted(fault: str, device: str) -> tuple[nn.Module, AbstractContextManager[
 
 
 def faults(device: str) -> Iterator[Row]:
-    """Each fault under each precision: what `watch` names with and without operations, and what DebugMode shows."""
+    """Yield each fault under each precision: what `watch` names with and without operations, and DebugMode shows."""
     for trains in ("fp32", "autocast"):
         for fault in (*KERNELS, *PATCHES):
             row: Row = {"study": "fault", "fault": fault, "trains": trains}
@@ -207,7 +207,7 @@ def faults(device: str) -> Iterator[Row]:
 
 
 def debug_mode(fault: str, trains: str, device: str) -> Row:
-    """Hashes of a clean run against those of a wrong one, and of one by another right kernel."""
+    """Compare hashes of a clean run with those of a wrong one, and of one by another right kernel."""
 
     def logs(model: nn.Module, during: AbstractContextManager[Any]) -> list[Any]:
         # norm and XOR, as its own page has it for bits.
@@ -238,7 +238,7 @@ def debug_mode(fault: str, trains: str, device: str) -> Row:
 
 
 def clean(device: str) -> Iterator[Row]:
-    """Clean runs: what is accused."""
+    """Yield clean runs, with what is accused."""
     for name, make in MODELS.items():
         for trains in TRAINS:
             torch.manual_seed(1)
@@ -266,7 +266,7 @@ COSTS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
 
 
 def cost(device: str) -> Iterator[Row]:
-    """Seconds of the first check, which compiles, and of the last; of a step beside it."""
+    """Yield seconds of the first check, which compiles, of the last, and of a step beside it."""
     for name, (make, rows, length, vocab) in COSTS.items():
         for trains in ("fp32", "autocast"):
             torch.manual_seed(1)
@@ -393,7 +393,7 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
 
 
 def _line(note: str) -> str:
-    """`modeling_gpt2.py:63` of a finding's note."""
+    """Return the `modeling_gpt2.py:63` of a finding's note."""
     return note.partition(";")[0].rpartition("/")[2]
 
 

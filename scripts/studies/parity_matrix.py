@@ -65,7 +65,7 @@ def pairs(cell: Sequence[str]) -> set[tuple[int, str, int, str]]:
 
 
 def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
-    """Cells in which every pair of values of two levers meets: each time the one that brings most new pairs."""
+    """Choose cells in which every pair of values of two levers meets: each time the one that brings most new pairs."""
     every = [cell for cell in itertools.product(*levers.values()) if is_allowed(cell, tuple(levers))]
     missing = set().union(*map(pairs, every))
     found: list[Cell] = []
@@ -117,7 +117,7 @@ def settings(cell: Cell) -> dict[str, str]:
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    """One cell through the command line: verdict, comparisons, what came nearest to its bound, and the time."""
+    """Run one cell through the command line: verdict, comparisons, what came nearest to its bound, and the time."""
     file = ROWS.with_name(f"parity_matrix_{os.getpid()}.json")
     flags = [f"--{key.replace('_', '-')}={text}" for key, text in settings(cell).items()]
     command = [
@@ -145,12 +145,12 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def nearness(stage: Mapping[str, Any]) -> float:
-    """How far the distance of a comparison has come towards its bound: 1 is at it."""
+    """Return how far the distance of a comparison has come towards its bound: 1 is at it."""
     return max((m["value"] / m["high"] for m in stage["measures"] if m["name"] == "twin_distance"), default=0.0)
 
 
 def page(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> str:
-    """docs/results/parity_matrix.md."""
+    """Return docs/results/parity_matrix.md."""
     met = set().union(*(pairs(row["cell"]) for row in rows)) if rows else set()
     due = set().union(*map(pairs, cells))
     agreed = sum(row["verdict"] == "agreed" for row in rows)

@@ -62,7 +62,7 @@ def tree(root: int) -> list[int]:
 
 
 def pss(process: int) -> int:
-    """Proportional set size in bytes; 0 if the process has ended."""
+    """Return the proportional set size in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -111,7 +111,7 @@ def about(one: Exhibit, row: Row) -> Iterator[str]:
 
 
 def shown_by(shipped: Row, fixed: Row, other: str) -> str:
-    """Say what the loss showed, or which numbers tell the bug."""
+    """Return what the loss showed, or which numbers reveal the bug."""
     if shipped["losses"]:
         first, last = (
             f"{s['losses'][at]:.4g} with the bug, {f['losses'][at]:.4g} {other}"

@@ -170,7 +170,7 @@ LLAMA = {
 
 
 def checked_llama(what: str, folder: Path, source: Path) -> dict[str, Any]:
-    """One row: a check of configs/llama-1b.toml with one candidate, its verdict and its origin."""
+    """Make one row: a check of configs/llama-1b.toml with one candidate, its verdict and its origin."""
     config, verdict = str(ROOT / "configs/llama-1b.toml"), folder / "verdict.json"
     data = ["--data.path", str(folder / "data_llama"), "--data.source", str(source)]
     if not (folder / "data_llama").exists():
@@ -187,7 +187,7 @@ def checked_llama(what: str, folder: Path, source: Path) -> dict[str, Any]:
 
 
 def checked_beside(folder: Path, source: Path) -> dict[str, Any]:
-    """One row: training with checks, and training alone; memory of the trainer and of the worker apart."""
+    """Make one row: training with checks, and training alone; memory of the trainer and of the worker apart."""
     words = prepared(folder, LARGE, ROOT, source, {"train.steps": "6", "parity.queue": "4"})
     with tempfile.TemporaryDirectory(dir=folder) as place:
         alone = lockstep(ROOT, Path(place), "train", *words, "--out", str(folder / "alone"))
@@ -199,7 +199,7 @@ def checked_beside(folder: Path, source: Path) -> dict[str, Any]:
 
 
 def of_this_machine() -> dict[str, Any]:
-    """Machine and versions, for a row."""
+    """Return machine and versions, for a row."""
     versions = {name: version(name) for name in ("torch", "jax", "numpy")}
     return {"machine": platform.machine(), "versions": {**versions, "python": platform.python_version()}}
 
@@ -223,7 +223,7 @@ def named(size: Size) -> str:
 def measured(
     what: str, size: Size, root: Path, folder: Path, source: Path, over: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """One row: plain training, then a check, each in a process of its own. over: settings of ranks."""
+    """Make one row: plain training, then a check, each in a process of its own. over: settings of ranks."""
     words = prepared(folder, size, root, source, over or {})
     with tempfile.TemporaryDirectory(dir=folder) as place:
         trained = lockstep(root, Path(place), "train", *words, "--train.steps", "2")
@@ -295,7 +295,7 @@ SINCE = (
 
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """docs/results/scale.md."""
+    """Return docs/results/scale.md."""
     others = {*LLAMA_CANDIDATES, *OVER_RANKS, BESIDE}
     rows = {what: row for what, row in found.items() if what not in others}
     first = next(iter(rows.values()))
@@ -333,7 +333,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of the checks of the 1.24B model that were made."""
+    """Return the lines of the checks of the 1.24B model that were made."""
     made = [rows[what] for what in LLAMA_CANDIDATES if what in rows]
     if not made:
         return []
@@ -356,7 +356,7 @@ def of_llama(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def of_training(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of the checks beside training, if they were made."""
+    """Return the lines of the checks beside training, if they were made."""
     if (row := rows.get(BESIDE)) is None:
         return []
     alone, checked, verdicts = row["alone"], row["checked"], row["verdicts"]
@@ -373,7 +373,7 @@ def of_training(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def of_ranks(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of the checks over ranks that were made."""
+    """Return the lines of the checks over ranks that were made."""
     made = [rows[what] for what in OVER_RANKS if what in rows]
     if not made:
         return []
@@ -408,7 +408,7 @@ ASSUMED_FLOPS = 1e12
 
 
 def on_paper() -> list[str]:
-    """Lines of the estimate for models that were not run, from core/plan/checks.py."""
+    """Return the lines of the estimate for models that were not run, from core/plan/checks.py."""
     lines = [
         "## 8B and 70B under FSDP, on paper",
         "",

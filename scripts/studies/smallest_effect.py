@@ -85,7 +85,7 @@ class Kept(compare.Comparison):
 
 
 def comparisons(recipe: str) -> list[Comparison]:
-    """Every local comparison of a checked step of the quickstart model, after some training."""
+    """Return every local comparison of a checked step of the quickstart model, after some training."""
     policy, compiled = RECIPES[recipe]
     torch._dynamo.reset()
     settings = {"precision.policy": policy, "compile.enabled": compiled, "compile.scope": "model", "device": "cpu"}
@@ -104,7 +104,7 @@ def comparisons(recipe: str) -> list[Comparison]:
 
 
 def strain(c: np.ndarray, one: Comparison, recipe: str) -> float:
-    """How far the worst measure passes its bound with `c` in the candidate's place; above 1 is found."""
+    """Return the worst measure over its bound, with `c` in the candidate's place; above 1 is found."""
     _, w, t = one.sides
     d = distances(c, w, t, np.float32)
     return max(m.strain for m in calibrated_bounds.measures(recipe, one.kind, d, one.size))
@@ -112,7 +112,7 @@ def strain(c: np.ndarray, one: Comparison, recipe: str) -> float:
 
 @contextmanager
 def of_norms_alone() -> Iterator[None]:
-    """Bounds without those on what norms of a whole tensor hide."""
+    """Remove, while the block runs, the bounds on what norms of a whole tensor hide."""
     measured = calibrated_bounds.table
     plain = {r: {k: replace(e, sharp=None) for k, e in kinds.items()} for r, kinds in measured().items()}
     calibrated_bounds.table = lambda: plain  # type: ignore[assignment]
@@ -135,7 +135,7 @@ def smallest(one: Comparison, recipe: str, plant: Callable[[np.ndarray, float], 
 
 
 def in_its_format(x: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """`x` in the dtype of `c`, and rounded to bf16 where `c` is: a fault before the rounding, not after it."""
+    """Cast `x` to the dtype of `c`, rounded to bf16 where `c` is: a fault before the rounding, not after it."""
     made = x.astype(c.dtype)
     return rounded(made) if is_rounded(c) else made
 
@@ -146,7 +146,7 @@ def is_rounded(c: np.ndarray) -> bool:
 
 
 def before_rounding(c: np.ndarray) -> np.ndarray:
-    """Numbers that round to `c`: anywhere within half an ulp of bf16, where `c` is rounded to that."""
+    """Draw numbers that round to `c`: anywhere within half an ulp of bf16, where `c` is rounded to that."""
     wide = c.astype(np.float64)
     if not is_rounded(c):
         return wide
@@ -155,7 +155,7 @@ def before_rounding(c: np.ndarray) -> np.ndarray:
 
 
 def scaled(c: np.ndarray, delta: float) -> np.ndarray:
-    """All elements too long by δ."""
+    """Multiply all elements by 1 + δ."""
     return in_its_format(before_rounding(c) * (1 + delta), c)
 
 
@@ -178,7 +178,7 @@ def _place(finding: Finding) -> tuple[int, int, int]:
 
 
 def row(name: str, found: list[Comparison], recipe: str) -> str:
-    """One stage and phase: the worst of its tensors."""
+    """Return the line of one stage and phase: the worst of its tensors."""
     wanted = [one for one in found if np.any(one.sides[2])]
     if not wanted:
         return f"| {name} | {len(found)} | | | | | |"
@@ -221,7 +221,7 @@ def section(recipe: str) -> list[str]:
 
 
 def main() -> None:
-    """Every recipe."""
+    """Print the page of every recipe."""
     lines = [
         "# The smallest effect that one check finds",
         "",

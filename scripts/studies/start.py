@@ -212,7 +212,7 @@ def ours(folder: str) -> dict[str, float]:
 
 
 def plain(folder: str, way: str) -> float:
-    """Seconds in which plain `tokenizers` encodes the texts of the standard library, which are in memory."""
+    """Return seconds in which plain `tokenizers` encodes the texts of the standard library, which are in memory."""
     from tokenizers import Tokenizer
 
     from lockstep.core.data.documents import read_documents
@@ -237,7 +237,7 @@ def _total(runs: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _ratio(row: dict[str, Any], of: Callable[[dict[str, Any]], float]) -> list[float]:
-    """Now / before, by turn."""
+    """Return now / before, by turn."""
     pairs = zip(row["runs"]["now"], row["runs"]["before"], strict=True)
     return [of(now) / of(before) for now, before in pairs]
 
@@ -269,7 +269,7 @@ def figure(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """docs/results/start.md, without its picture."""
+    """Return docs/results/start.md, without its picture."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     device, commits = results["device"], results["commits"]
     lines = [
@@ -309,7 +309,7 @@ def page(results: dict[str, Any]) -> str:
 
 
 def _same_words(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Say whether first steps of before and now agree in every bit of loss and gradient norm."""
+    """Return lines on whether first steps of before and now agree in every bit of loss and gradient norm."""
     differing = [
         f"{row['program']}, {row['caches']}"
         for row in rows

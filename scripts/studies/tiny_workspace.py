@@ -38,7 +38,7 @@ fp32_loss_every = 0
 
 
 def write_workspace(folder: Path) -> Path:
-    """Text (the heads of some modules of the standard library) and a run file; returns the run file."""
+    """Write text (the heads of some modules of the standard library) and a run file; return the run file."""
     text = folder / "text"
     text.mkdir(parents=True)
     for module in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:30]:

@@ -105,7 +105,7 @@ def _kept(path: Path) -> dict[str, Any]:
 
 
 def train(config: RunConfig, steps: int) -> list[float]:
-    """Losses of the first `steps` real steps of a run, each on its own batch of the run's data."""
+    """Return losses of the first `steps` real steps of a run, each on its own batch of the run's data."""
     from lockstep.core.run.data import RunData
     from lockstep.torch_backend.backend import TorchBackend
 

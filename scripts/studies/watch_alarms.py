@@ -363,7 +363,7 @@ def not_finite(cell: Cell, device: str, cudnn: bool = True) -> list[str]:
 
 
 def _forget() -> None:
-    """Let the next run choose anew: accelerate keeps its first settings for the process."""
+    """Reset accelerate's state, which otherwise keeps its first settings for the process."""
     from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 
     AcceleratorState._reset_state(True)
@@ -371,7 +371,7 @@ def _forget() -> None:
 
 
 def nearest(checks: Sequence[Any]) -> float:
-    """How far the distance of any comparison came towards its bound: 1 is at it."""
+    """Return how far the distance of any comparison came towards its bound: 1 is at it."""
     measures = (m for check in checks for f in check.findings for m in f.measures if m.name == "twin_distance")
     return max((m.value / m.high for m in measures if m.high), default=0.0)
 

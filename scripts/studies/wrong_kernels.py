@@ -113,23 +113,23 @@ def only_in(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def without_bias(self: Any, x: Tensor) -> Tensor:
-    """For nn.Linear, and for Conv1D of transformers, whose weight is transposed."""
+    """Leave out the bias, in nn.Linear and in Conv1D of transformers, whose weight is transposed."""
     return x @ (self.weight.t() if isinstance(self, nn.Linear) else self.weight)
 
 
 def other_epsilon(self: Any, x: Tensor) -> Tensor:
-    """For nn.LayerNorm."""
+    """Normalise with another ε, in nn.LayerNorm."""
     return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, SMALL_EPS)
 
 
 def by_tanh(self: Any, x: Tensor) -> Tensor:
-    """For a module of GELU."""
+    """Compute a GELU module by tanh."""
     return F.gelu(x, approximate="tanh")
 
 
 @contextmanager
 def narrow_softmax() -> Iterator[None]:
-    """Somebody's softmax: to bf16 and back."""
+    """Replace softmax by one that goes to bf16 and back."""
     own = F.softmax
 
     def narrow(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -74,7 +74,7 @@ class TorchBf16CrossEntropy(TorchBackend):
 
 
 def bf16_nll(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Max + log Σ exp(z − max) − z of the target with every result rounded to bf16: (B, S, V), (B, S) → bf16 (B, S)."""
+    """Return max + log Σ exp(z − max) − z of the target in bf16 arithmetic: (B, S, V), (B, S) → bf16 (B, S)."""
     low = logits_BSV.bfloat16()
     most = low.detach().amax(-1)
     logsumexp = most + (low - most[..., None]).exp().sum(-1).log()
@@ -208,7 +208,7 @@ class _CapturedSession(TorchSession):
         return super().micro_loss(*held, weights, total)
 
     def held(self, step: int, fresh: Held) -> Held:
-        """Tokens and targets (B, S) that the program reads at this step, given those of the step's batch."""
+        """Return tokens and targets (B, S) that the program reads at this step, given those of the step's batch."""
         raise NotImplementedError
 
 

@@ -80,7 +80,7 @@ def vector_norm(mended: bool) -> Seen:
 
 
 def fused_cross_entropy(mended: bool) -> Seen:
-    """Liger-Kernel's head and loss in one, a loss a token, which the caller weighs; in Triton's interpreter."""
+    """Judge Liger-Kernel's fused head and loss, one loss a token, which the caller weighs; Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -107,7 +107,7 @@ def honest(mine: Any, plain: Any, inputs: Sequence[Tensor], dtype: str, **settin
 def errors_of(
     mine: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: Sequence[Tensor], names: Sequence[str]
 ) -> dict[str, float]:
-    """Relative errors of named gradients at random gradients of the output, against the plain function in FP64."""
+    """Return relative errors of named gradients, at random output gradients, against the plain function in FP64."""
     dtype = torch.float32 if names == ["dx", "dhead"] else torch.bfloat16
     found = []
     for function, of in ((mine, dtype), (plain, torch.float64)):

@@ -26,7 +26,7 @@ def each_alone(model: Any, inputs: Any) -> Tensor:
 
 
 def documents() -> list[dict[str, list[int]]]:
-    """Texts of 8 to 32 tokens, as many as are trained on."""
+    """Return texts of 8 to 32 tokens, as many as are trained on."""
     return [{"input_ids": ids[: 8 + 7 * i % 25].tolist()} for i, ids in enumerate(small.text()[: STEPS * DOCUMENTS])]
 
 

@@ -15,7 +15,7 @@ rows = [{"input_ids": one, "labels": one} for one in ids]
 
 
 def norm_and_loss(rows_at_once: int) -> tuple[float, float]:
-    """Gradient norm and loss, as Trainer logs them, of one step over 8 rows."""
+    """Return gradient norm and loss, as Trainer logs them, of one step over 8 rows."""
     torch.manual_seed(0)
     args = TrainingArguments(output_dir="out", per_device_train_batch_size=rows_at_once, max_steps=1, report_to=[],
                              gradient_accumulation_steps=8 // rows_at_once, use_cpu=True, logging_steps=1,

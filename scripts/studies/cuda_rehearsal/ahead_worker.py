@@ -23,7 +23,7 @@ CUDNN = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attent
 
 
 def without_cudnn() -> torch.library.Library:
-    """Let cuDNN's attention give tensors that nothing computed: the library itself needs a driver.
+    """Replace cuDNN's attention, which needs a driver, by one that returns tensors which nothing computed.
 
     They have the shapes and strides for which the programs around it are compiled. Valid as long as the result is kept.
     """

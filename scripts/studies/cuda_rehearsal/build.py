@@ -57,7 +57,7 @@ def build(site: Path, folder: Path) -> Path:
 
 
 def stub_source(names: set[str]) -> str:
-    """C in which each of these functions notes its name and returns success, whatever its arguments are."""
+    """Return C source in which each of these functions notes its name and returns success, for any arguments."""
     lines = ["void note(const char *format, ...);"]
     lines += [
         f'__attribute__((visibility("default"))) int {name}(void) {{ note("stub {name}"); return 0; }}'
@@ -67,7 +67,7 @@ def stub_source(names: set[str]) -> str:
 
 
 def environment(library: Path, caches: Path, memory: int | None = None) -> Mapping[str, str]:
-    """Variables of a case of the rehearsal. memory: bytes of the device; None: an H100's.
+    """Return the variables of a case of the rehearsal. memory: bytes of the device; None: an H100's.
 
     Its compiled kernels go to `caches`, and must never be used on a real GPU: their variants were chosen by chance.
     """
@@ -80,7 +80,7 @@ def environment(library: Path, caches: Path, memory: int | None = None) -> Mappi
 
 
 def preloaded(library: Path, memory: int | None = None, name: str | None = None) -> dict[str, str]:
-    """Variables of a process that meets the stand-in instead of CUDA. memory, name: of the device; None: an H100's."""
+    """Return variables that put the stand-in in CUDA's place. memory, name: of the device; None: an H100's."""
     found = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(library.parent), os.environ.get("LD_LIBRARY_PATH")))),
@@ -97,7 +97,7 @@ def _gcc(*arguments: str) -> None:
 
 
 def _asked(site: Path) -> set[str]:
-    """Functions of CUDA that torch's libraries leave to others."""
+    """Return CUDA functions that torch's libraries need from other libraries."""
     files = [site / f"torch/lib/{name}.so" for name in LIBRARIES]
     names = {line.split()[-1].partition("@")[0] for file in files for line in _nm("--undefined-only", "-D", str(file))}
     return {name for name in names if ANSWERED.fullmatch(name)} - REAL

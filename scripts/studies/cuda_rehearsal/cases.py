@@ -80,7 +80,7 @@ class Case:
 
 
 def cases() -> tuple[Case, ...]:
-    """All cases, those that take least first."""
+    """Return all cases, those that take least first."""
     levers = tuple(_levers())
     eager = [replace(c, name=f"eager: {c.name}", settings={**c.settings, **EAGER}) for c in levers]
     # A case that no torch runs here is not compiled either.

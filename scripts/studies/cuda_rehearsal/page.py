@@ -74,7 +74,7 @@ graphs. First: CPU seconds of the first step, compilation included.
 
 
 def page(lines: Sequence[Line]) -> str:
-    """docs/results/cuda_rehearsal.md. lines: of all versions of torch; a case that was run again counts once."""
+    """Return docs/results/cuda_rehearsal.md. lines: of all versions of torch; a case that was run again counts once."""
     known = {case.name: case for case in cases()}
     latest = {(line["case"], line["environment"]): line for line in lines if line["case"] in known}
     order = {name: number for number, name in enumerate(known)}
@@ -98,7 +98,7 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def outcome(line: Line, case: Case) -> str:
-    """`ran`, `refused` as it must be, `not shown` where the stand-in cannot, or `FAILED`."""
+    """Return `ran`, `refused` as it must be, `not shown` where the stand-in cannot, or `FAILED`."""
     if line["ran"]:
         return "ran"
     if case.not_shown:
@@ -117,12 +117,12 @@ def off(line: Line) -> float:
 
 
 def waits(line: Line) -> int:
-    """How often the host waited for the device in the step."""
+    """Return how often the host waited for the device in the step."""
     return sum(line["synchronisations"].values())
 
 
 def _compared(rows: Sequence[Line]) -> list[Line]:
-    """Lines whose memory can be held against the plan: what a CUDA graph keeps is not what the stand-in shows."""
+    """Return lines whose memory can be compared with the plan: the stand-in does not show what a CUDA graph keeps."""
     return [line for line in rows if line["ran"] and not line["graphs"]]
 
 
@@ -221,7 +221,7 @@ def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
 
 
 def _by_one_kernel(timed: Mapping[tuple[str, str], Mapping[str, float]]) -> Iterator[str]:
-    """Items that the lever changes, beside those of the step without it: under the same torch if that one ran."""
+    """Yield the items that the lever changes, beside those of the step without it if the same torch ran that."""
     found: list[Sequence[object]] = []
     for (name, version), after in timed.items():
         plain = name.removesuffix(LEVER)

@@ -38,7 +38,7 @@ ITEMS = ("block products", "head products", "Triton kernels", "cross-entropy", "
 
 
 def roofline(line: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
-    """Seconds by ITEMS of the step in a line of the study. Raises KeyError for products in a format without a rate."""
+    """Return seconds by ITEMS of a line's step. Raises KeyError for products in a format without a rate."""
     vocabulary = config.model.vocab_size
     logits = _rounded_up(config.loss.chunk) * _rounded_up(vocabulary)
     read = BYTES[config.precision.operand if config.precision.plan.rounds("logits") else config.precision.stream]
@@ -64,7 +64,7 @@ def roofline(line: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
 
 
 def product_seconds(product: Mapping[str, Any]) -> float:
-    """One call: its FLOPs at the rate of its first operand's format, or operands and result at the bandwidth."""
+    """Return seconds of one call: FLOPs at its first operand's rate, or operands and result at the bandwidth."""
     m, n, k, batch = (product[name] for name in ("m", "n", "k", "batch"))
     sizes = {"a": m * k, "b": k * n, "c": m * n * (2 if product["adds"] else 1)}
     moved = batch * sum(size * BYTES[product[name]] for name, size in sizes.items())
@@ -72,7 +72,7 @@ def product_seconds(product: Mapping[str, Any]) -> float:
 
 
 def outside_the_program(config: RunConfig) -> float:
-    """Bytes of FP32 gradients added over micro-batches (3 passes), clipped (norm, product) and of the optimizer."""
+    """Return bytes of FP32 gradients added over micro-batches (3 passes) and clipped, and of the optimizer."""
     gradients = 4.0 * parameter_count(config.model)
     return 3 * gradients * (config.train.accumulation - 1) + 3 * gradients + optimizer_bytes(config)
 

@@ -40,7 +40,7 @@ DONE = "rehearsed"
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of a configuration; what the last one did. Raises what the trainer raises."""
+    """Run three steps of a configuration; return what the last one did. Raises what the trainer raises."""
     config = load_config(ROOT / asked["run"], asked["settings"])
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "peak_bytes": [], "seconds": []}
     # Values decide nothing here, and a billion of them take half a minute to draw.
@@ -94,7 +94,7 @@ def _opened(backend: TorchBackend, config: RunConfig) -> TorchSession:
 
 
 def stand_by() -> None:
-    """Be another rank until rank 0 is done: collectives send nothing, so nothing more is asked of it."""
+    """Act as another rank until rank 0 is done: collectives send nothing, so no more is needed."""
     rank, ranks, store = meet()
     join_group(rank, ranks, store, take_device(0, cuda=True))
     # The session of rank 0 makes this group for its checkpoints.
@@ -104,7 +104,7 @@ def stand_by() -> None:
 
 
 def batch_of(config: RunConfig, length: int) -> Batch:
-    """Random tokens of a step at this length: as many as at `train.sequence_length`; documents where asked for."""
+    """Return random tokens of a step at this length: as many as at `train.sequence_length`; documents where used."""
     train = config.train.model_copy(
         update={
             "batch_size": config.train.batch_size * config.train.sequence_length // length,
