@@ -37,7 +37,7 @@ def in_words(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's data, before it is cut into micro-batches.
+    """The data of one optimizer step, before it is cut into micro-batches.
 
     tokens:  int32 (B, S), the inputs.
     targets: int32 (B, S), the token that follows each input.
@@ -131,7 +131,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a step depends on besides its batch.
+    """The state of a session: all that a step depends on besides its batch.
 
     step:      optimizer steps done so far.
     params:    master weights by canonical name (float32; float64 under the fp64 policy).
@@ -155,7 +155,7 @@ class State:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record one optimizer step. One line of `records.jsonl`.
+    """The record of one optimizer step: a line of `records.jsonl`.
 
     step:             number of this step, from 1.
     loss:             Σ weight·nll / Σ weight over the step's batch, in nats, before the update.
@@ -215,7 +215,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report one data-parallel rank's last step.
+    """A data-parallel rank's report on its last step.
 
     record: its own record of the step. state: SHA-256 of each array of its state after the step, by
     `params/NAME` and `KIND/NAME`. taps: the same of what it computed at the taps of the micro-batch that every rank
@@ -303,7 +303,7 @@ class Writing(Protocol):
 
 
 class Backend(Protocol):
-    """Opens sessions. `--candidate FILE.py:NAME` names a callable without arguments that returns one."""
+    """A factory of sessions. `--candidate FILE.py:NAME` names a callable without arguments that returns one."""
 
     name: str
 

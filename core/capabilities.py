@@ -330,7 +330,7 @@ class StreamsRankGradients(Protocol):
 
 @runtime_checkable
 class GivesEachItsOwn(Protocol):
-    """A session of several ranks that can hand each of them what it holds, and no more."""
+    """A session of several ranks that can hand each rank the part that it holds, and no more."""
 
     def each_its_own(self) -> AbstractContextManager[None]:
         """Make streams give rank 0 what all ranks have, and each rank its rows of what is cut over them."""
@@ -348,7 +348,7 @@ class ReportsRanks(Protocol):
 
 @runtime_checkable
 class Describes(Protocol):
-    """A backend that tells what is in force."""
+    """A backend that describes what is in force."""
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Implement `Backend.describe`."""
@@ -487,7 +487,7 @@ class Reads(Protocol):
 
 @runtime_checkable
 class Restores(Protocol):
-    """A session that reads a checkpoint's tensors itself, of each what it needs."""
+    """A session that reads a checkpoint's tensors itself, only the parts that it needs."""
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
         """Take over the state in a checkpoint's folder (core/checkpoint/reader.py). Raises ValueError as `load`."""

@@ -10,7 +10,7 @@ _HEAD, _TAIL = 80, 40
 
 
 class UserError(ValueError):
-    """Something that the user can put right: what is wrong, where, and what would be right, in one line.
+    """An error that the user can put right: what is wrong, where, and what would be right, in one line.
 
     The command line prints it without a traceback and ends with exit code 2. Several things that are wrong at once are
     several `lines`. The user's own text may stand in them as it is: it cannot break a line or reach the terminal as a

@@ -30,7 +30,7 @@ StreamStep = Callable[[Batch, Take, bool], tuple[StepRecord, Gradients | None]]
 
 
 class Collected:
-    """Takes tensors and keeps them: kinds → names → arrays."""
+    """A collector of tensors that are handed over: kinds → names → arrays."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, dict[str, np.ndarray]] = {}

@@ -33,20 +33,23 @@ Saved = tuple[Array, Array, Array, Array, Array, Array | None]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Queries and keys that a kernel takes at a time in its backward pass; parts are added in the operand dtype."""
+    """Block sizes of a kernel's backward pass, in queries and keys; parts are added in the operand dtype."""
 
     queries: int
     keys: int
 
 
 def cpu_blocks(length: int) -> Blocks:
-    """Block sizes of torch's CPU kernel at a sequence length (`flash_attention_backward_kernel_impl`)."""
+    """Return block sizes of torch's CPU kernel at a sequence length (`flash_attention_backward_kernel_impl`)."""
     return Blocks(256 if length >= 768 else 64 if length >= 192 else 32, 512)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """scale: of q·kᵀ. cap: scores become cap·tanh(score / cap); 0: they do not."""
+    """The form of attention's scores.
+
+    scale: of q·kᵀ. cap: scores become cap·tanh(score / cap); 0: they do not.
+    """
 
     scale: float
     cap: float = 0.0

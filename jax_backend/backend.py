@@ -23,7 +23,7 @@ XLA_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 class JaxBackend:
-    """Opens `JaxSession`s."""
+    """The backend that opens `JaxSession`s."""
 
     name = "jax"
     threads = True

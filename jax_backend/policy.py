@@ -24,7 +24,9 @@ Times = Callable[[Array, Array], Array]
 
 @dataclass(frozen=True)
 class Policy:
-    """stream: dtype of every array. operand: format of matrix operands, or None. narrow_output: and of their products.
+    """A precision policy in JAX's dtypes.
+
+    stream: dtype of every array. operand: format of matrix operands, or None. narrow_output: and of their products.
 
     kernel: whose roundings attention follows: torch's fused kernels on the CPU or on CUDA, or `math`
             (jax_backend/attention.py). casts: what else is rounded to the operand format.

@@ -54,7 +54,7 @@ NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 class JaxSession:
-    """One run in JAX: parameters and moments are flat dicts by canonical name, programs are jitted pure functions."""
+    """A run in JAX: parameters and moments are flat dicts by canonical name, programs are jitted pure functions."""
 
     def __init__(self, config: RunConfig) -> None:
         # With what `auto` stands for in its place: the twin follows the kernel that runs.

@@ -25,7 +25,7 @@ AXIS = "shards"
 
 
 class Shards:
-    """Place arrays on devices. With one device, all methods leave everything as it is."""
+    """The placement of arrays on devices. With one device, all methods leave everything as it is."""
 
     def __init__(self, count: int) -> None:
         """Take the first `count` devices. Raises UserError if JAX does not see as many."""

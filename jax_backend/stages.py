@@ -32,7 +32,7 @@ StageFunction = Callable[[Inputs], Array]
 
 
 def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
+    """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
 
     Stages of one kind, where shapes alone tell them apart, are one function.
     """

@@ -195,7 +195,7 @@ def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, scale: float | None) ->
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold the facts that decide which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
+    """The facts that decide which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
 
     device: str
     capability: tuple[int, int] = (0, 0)

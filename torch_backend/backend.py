@@ -34,7 +34,7 @@ from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
 
 
 class TorchBackend:
-    """Opens `session_class` on a configuration; a candidate names its own session class."""
+    """A backend that opens `session_class` on a configuration; a candidate names its own session class."""
 
     name = "torch"
     # Opens sessions of several ranks.

@@ -41,7 +41,7 @@ FILE_BYTES = 256_000_000
 
 
 class Writer:
-    """Writes a session's states. Its host memory is kept from one checkpoint to the next, until `release`."""
+    """A writer of a session's states. It keeps its host memory from one checkpoint to the next, until `release`."""
 
     def __init__(self, session: Programs) -> None:
         self._session = session
@@ -106,7 +106,7 @@ class Writer:
 
 
 class WritingTorch:
-    """One rank's part of a state on its way into a folder."""
+    """A rank's part of a state on its way into a folder."""
 
     format = SAFETENSORS
 

@@ -35,7 +35,7 @@ FusedLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Policy, Tap], tupl
 
 
 class Rope(NamedTuple):
-    """Hold the rotation of each position, for every block.
+    """The rotation of each position, for every block.
 
     cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document; E is 0 where nothing turns. mask:
     which keys each query sees, as attention takes it, or None: all that do not come after it. window: the same in

@@ -136,7 +136,10 @@ def _adamw8bit_in_words(config: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class Builder:
-    """build: the run's optimizer over torch's parameter groups. words: what it is, for the table at start."""
+    """A builder of an optimizer.
+
+    build: the run's optimizer over torch's parameter groups. words: what it is, for the table at start.
+    """
 
     build: Callable[[RunConfig, list[Group]], torch.optim.Optimizer]
     words: Callable[[RunConfig], str]

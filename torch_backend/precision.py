@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Policy:
-    """stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product.
+    """A precision policy in torch's dtypes.
+
+    stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product.
 
     onednn: FP32 products on the CPU are oneDNN's, not those of torch's BLAS: the order of their sums is another one.
     casts: what else is rounded to the operand dtype.
@@ -155,7 +157,7 @@ def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """X (…, in) · Wᵀ in FP32, forward and backward, by oneDNN."""
+    """The product x (…, in) · Wᵀ in FP32, forward and backward, by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Head(torch.autograd.Function):
-    """Autograd would leave the gradient of FP32 logits in FP32; the policy rounds it before both products."""
+    """The product of an FP32 head whose gradient is rounded before both products; autograd would leave it in FP32."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, onednn: bool) -> Tensor:

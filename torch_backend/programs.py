@@ -45,7 +45,7 @@ def _of_array(
 
 
 class Tapping(NamedTuple):
-    """Hold a tap, what it has seen by name, and products whose sum the backward pass begins with."""
+    """A tap, what it has seen by name, and products whose sum the backward pass begins with."""
 
     tap: Tap
     seen: dict[str, Any]

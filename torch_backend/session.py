@@ -78,7 +78,7 @@ from lockstep.torch_backend.upload import uploaded
 
 
 class TorchSession(Observes):
-    """One run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
+    """A run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
 
     def __init__(self, config: RunConfig) -> None:
         self.device = resolve_device(config)
@@ -474,7 +474,7 @@ class TorchSession(Observes):
         return {name: torch.cat(parts).cpu().numpy() for name, parts in found.items()}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
-        """Time of forward and backward pass / time without `deterministic = true`, several times."""
+        """Return the time of a pass / its time without `deterministic = true`, several times."""
         return costs(self, lambda: self.accumulate(batch))
 
     def close(self) -> None:

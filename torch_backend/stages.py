@@ -35,7 +35,7 @@ StageFunction = Callable[[Inputs], Tensor]
 def stage_functions(
     run: RunConfig, model: Transformer, policy: Policy, float8: Float8 | None
 ) -> dict[str, StageFunction]:
-    """Stage id → function of its inputs, under one policy; `ID/fp8` of a linear layer that computes in FP8.
+    """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
 
     Stages of one kind, where shapes alone tell them apart, are one function.
     """

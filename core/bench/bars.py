@@ -15,7 +15,7 @@ _BAR, _STEP, _TITLE, _GAP, _HEAD = 16, 23, 26, 16, 58
 
 @dataclass(frozen=True)
 class Bar:
-    """Describe a bar. value: its length, in the panel's unit. text: beside it. low, high: its interval, if known."""
+    """A bar. value: its length, in the panel's unit. text: beside it. low, high: its interval, if known."""
 
     name: str
     value: float
@@ -27,7 +27,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Describe a panel: bars that share a scale from 0."""
+    """A panel: bars that share a scale from 0."""
 
     title: str
     bars: Sequence[Bar]

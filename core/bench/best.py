@@ -32,14 +32,14 @@ FACTS = ("median", "seconds", "first_step_seconds", "memory", "loss", "in_force"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predict one configuration on a device: bytes that it needs, seconds of a step (None: not known)."""
+    """A prediction for a configuration on a device: bytes that it needs, seconds of a step (None: not known)."""
 
     peak: float
     seconds: float | None
 
 
 class Predicts(Protocol):
-    """A plan."""
+    """A plan that predicts configurations."""
 
     memory: float
     """bytes of the device; 0: not known"""
@@ -51,7 +51,7 @@ class Predicts(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination: its choices by lever, the configuration, what is predicted of it."""
+    """A combination of choices by lever, with its configuration and its prediction."""
 
     choices: Choices
     config: RunConfig
@@ -65,7 +65,7 @@ class Candidate:
 
 @dataclass
 class Search:
-    """Hold a search: candidates, reasons for those left out, results by candidate's choices, the winner.
+    """A search: candidates, reasons for those left out, results by candidate's choices, the winner.
 
     results: status, reason and, if measured, FACTS and `steps`. A status is one of core/bench/results.py's, or
     `not_finite`.

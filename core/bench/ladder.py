@@ -33,7 +33,7 @@ _LOADERS = "lockstep.core.bench.loaders"
 
 @dataclass(frozen=True)
 class Rung:
-    """Describe a rung. adds: what it has over the rung below. loader: a class. settings: over those of rungs below.
+    """A rung of the ladder. adds: what it adds to the one below. loader: a class. settings: over those of rungs below.
 
     published: seconds of a step. ours: what it adds is a part of Lockstep.
     """

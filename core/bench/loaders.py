@@ -34,7 +34,7 @@ _WEIGHTS = (Fraction("0.5"), Fraction("0.31"), Fraction("0.19"))
 
 
 class InMemory:
-    """Tokens in memory, each byte checked when they are opened: what a run has that does not say otherwise."""
+    """Tokens in memory, with each byte checked at opening: the default of a run."""
 
     verify, memory_limit_bytes = True, 1 << 40
 
@@ -75,13 +75,13 @@ class InMemory:
 
 
 class Mapped(InMemory):
-    """Tokens in mapped files, which are not read before they are needed; the files are looked at by each batch."""
+    """Tokens in mapped files, read when they are needed; each batch checks that the files are unchanged."""
 
     verify, memory_limit_bytes = False, 0
 
 
 class Ahead(InMemory):
-    """The same batches through the thread that makes them ahead of the trainer."""
+    """The batches of `InMemory` through the thread that makes them ahead of the trainer."""
 
     def take(self, batches: int) -> None:
         """Take the next batches from the thread."""
@@ -103,7 +103,7 @@ class Mixture(InMemory):
 
 
 class MappedTokenByToken:
-    """The batches of the run, put together token by token in Python, from a file that is mapped: the ladder's first."""
+    """The run's batches, put together token by token in Python from a mapped file: the ladder's first loader."""
 
     def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0, seed: int = 0) -> None:
         self._tokens = self._open(folder / RAW_NAME, f"<u{read_index(folder).token_bytes}")
@@ -132,14 +132,14 @@ class MappedTokenByToken:
 
 
 class TokenByToken(MappedTokenByToken):
-    """The same from memory, into which the whole file was read."""
+    """The run's batches, put together token by token from memory, into which the whole file was read."""
 
     def _open(self, path: Path, dtype: str) -> NDArray[np.unsignedinteger]:
         return np.fromfile(path, dtype=dtype)
 
 
 class Watched:
-    """Batches without end, each made when it is asked for.
+    """An endless iterator of batches, each made when it is requested.
 
     seconds: of making the last one.
     """

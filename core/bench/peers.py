@@ -33,7 +33,7 @@ COMPARED = 8
 
 @dataclass(frozen=True)
 class Contender:
-    """Describe a contender.
+    """A contender of the race.
 
     program: module:function. settings: over the row's. only: the row it is for, on the CPU. needs: packages to import.
     extra: what installs them.

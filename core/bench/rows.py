@@ -26,7 +26,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of the bench.
+    """A configuration of the bench.
 
     settings: dotted key → text, over the run file. sequences: of a micro-batch. accumulation: micro-batches a step.
     """

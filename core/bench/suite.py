@@ -30,7 +30,7 @@ Ask = Callable[[Job, float], dict[str, Any]]
 
 
 class Worker:
-    """Starts `command` for each job, which it reads as JSON from its input; its last argument is the answer's path.
+    """A runner of jobs. It starts `command` for each; the last argument is the answer's path, the job is JSON on stdin.
 
     root: a folder whose modules it can import.
 
@@ -84,7 +84,7 @@ def in_one_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows are measured. warmup: steps left out. repeat: steps that count. seconds: for all; 0 = no limit.
+    """The settings of a measurement. warmup: steps left out. repeat: steps that count. seconds: for all; 0 = no limit.
 
     ignore_plan: rows that cannot fit into memory by lockstep.core.plan are measured too.
     """

@@ -17,7 +17,7 @@ from lockstep.core.errors import UserError
 
 
 class Side:
-    """One contender's process. It reads a job as a line of JSON, then `go` for each step and `end`; answers in lines.
+    """A contender's process. It reads a job as a line of JSON, then `go` for each step and `end`; answers in lines.
 
     Answers go to its standard output; what else is printed goes to `log`.
     Raises UserError with the contender's name if the process reports that it cannot, dies, or gives nothing in time.

@@ -30,7 +30,7 @@ from lockstep.core.checkpoint.format import (
 
 @dataclass(frozen=True)
 class _Part:
-    """Locate a part of a tensor: its file and key, its offset in the whole, and its shape."""
+    """A part of a tensor: its file and key, its offset in the whole, and its shape."""
 
     path: Path
     key: str

@@ -32,7 +32,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class CastPlan:
-    """Where operations round to the operand format, beside the operands and outputs of matrix products.
+    """A plan of casts: where operations round to the operand format, beside the operands and outputs of products.
 
     A tensor that is kept in the operand format has gradients in it, and so do the inputs of rope and act where these
     round: each gradient that is sent back is rounded, and so is their sum.

@@ -65,7 +65,7 @@ def _like_the_rule(what: str, settings: Settings) -> str:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How one parameter moves.
+    """The rule by which an optimizer updates one parameter.
 
     name:    of the rule; backends know it by this name.
     title:   in tables.

@@ -63,7 +63,7 @@ __all__ = [
 
 
 class RunConfig(Section):
-    """One run."""
+    """The configuration of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = Field(
         "run", description="name of the run directory"

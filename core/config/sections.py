@@ -116,7 +116,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Locate the token shards, and how they are held in memory."""
+    """The token shards of a run, and how they are held in memory."""
 
     path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
     mixture: Annotated[str, AfterValidator(_is_a_mixture)] = Field(
@@ -170,7 +170,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, and how a step's batch is cut."""
+    """Length of the run, and how a step's batch is cut into micro-batches."""
 
     steps: Positive = Field(200, description="optimizer steps")
     batch_size: Positive = Field(16, description="sequences an optimizer step, over all ranks")
@@ -262,7 +262,7 @@ class OptimConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Which casts the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
+    """Casts that the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
 
     policy: Annotated[str, OneOf(POLICIES)] = Field(
         "bf16",
@@ -352,7 +352,7 @@ class LossConfig(Section):
 
 
 class AttentionConfig(Section):
-    """How attention is computed, and what a token may see."""
+    """Attention's kernel, and what a token may see."""
 
     kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
         "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"

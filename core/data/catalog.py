@@ -27,7 +27,7 @@ _PARTS_FOR_WORKERS = 4
 
 @dataclass(frozen=True)
 class RecordRules:
-    """Say what is done with records that are not plainly documents.
+    """Rules for records that are not plainly documents.
 
     Attributes:
         on_broken: raise an error for a record that its file should not hold, or leave it out and count it.
@@ -43,7 +43,7 @@ class RecordRules:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All documents of a source in order; each array has one entry per document.
+    """The documents of a source in order; each array has one entry per document.
 
     Attributes:
         file: int32 (D,), which file of the listing.
@@ -63,7 +63,7 @@ class Catalog:
 
 @dataclass(frozen=True)
 class CatalogTask:
-    """Hold a worker's task: files to read, `first` the number of the first in its listing, and how to read them."""
+    """A worker's task: files to read, `first` the number of the first in its listing, and how to read them."""
 
     first: int
     files: tuple[SourceFile, ...]

@@ -142,7 +142,7 @@ def _read_text(file: SourceFile, column: str, spans: Sequence[Span] | None) -> I
 
 @dataclass(frozen=True)
 class _TextReader:
-    """Decode the bytes from `start` to `stop` of an open file, from the first one again at each call."""
+    """A reader of the bytes from `start` to `stop` of an open file; each call decodes from the first one again."""
 
     file: SourceFile
     stream: IO[bytes]

@@ -24,7 +24,7 @@ from lockstep.core.errors import UserError
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Hold a worker's task: the file to write, the documents to read, and how many to expect."""
+    """A worker's task: the file to write, the documents to read, and how many to expect."""
 
     folder: str
     file: str

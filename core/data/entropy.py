@@ -11,7 +11,7 @@ _BLOCK_TOKENS = 1 << 21
 
 
 class TokenCounts:
-    """Count tokens and neighbours of a text that comes in parts: memory grows with distinct pairs, not with tokens."""
+    """A count of tokens and neighbours of a text in parts: memory grows with distinct pairs, not with tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.tokens = 0

@@ -30,7 +30,7 @@ _GRACE_SECONDS = 5.0
 
 
 class Waiting:
-    """Wait for the files of a folder that another process prepares."""
+    """A wait for the files of a folder that another process prepares."""
 
     def __init__(self, folder: Path, minutes: float, tell: Tell) -> None:
         """Watch a folder.

@@ -18,7 +18,7 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard: its file's name, its tokens and documents, the UTF-8 bytes of its text, its SHA-256."""
+    """A shard: its file's name, its tokens and documents, the UTF-8 bytes of its text, its SHA-256."""
 
     file: str
     tokens: int
@@ -29,7 +29,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One split. The entropies (nats per token) are measured for `val` only, and are None without enough tokens."""
+    """A split. The entropies (nats per token) are measured for `val` only, and are None without enough tokens."""
 
     shards: tuple[ShardEntry, ...]
     unigram_entropy: float | None

@@ -18,11 +18,11 @@ _LOOK_SECONDS = 1.0
 
 
 class LoaderError(UserError):
-    """The batch of a step could not be made: which step, and why. Earlier batches have been handed out."""
+    """An error in making a step's batch: it names the step and the reason. Earlier batches have been handed out."""
 
 
 class Prefetcher(Generic[T]):
-    """Yields make(start), make(start + 1), ... make(stop - 1), computed ahead on a background thread.
+    """An iterator of make(start), … make(stop - 1), computed ahead on a background thread.
 
     The only state is the step number: a new one that begins at step k yields what this one would from step k on.
     It is an iterator and a context manager; leaving the context ends the thread.

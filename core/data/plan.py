@@ -21,7 +21,7 @@ PLAN_NAME = "plan.json"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One shard to write. `runs` are (number of the file, start, stop): spans that hold only this shard's documents."""
+    """A shard to write. `runs` are (number of the file, start, stop): spans that hold only this shard's documents."""
 
     file: str
     split: str
@@ -32,7 +32,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole work.
+    """The plan of a preparation: everything that it reads and writes.
 
     Attributes:
         identity: the settings that decide the contents.

@@ -50,7 +50,7 @@ _DISK_MARGIN = 1.2
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Describe the data set to prepare.
+    """The settings of the data set to prepare.
 
     Attributes:
         out: the folder to write; made if it is not there.
@@ -86,7 +86,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is: `done` of `total` bytes of text; both 0 where a stage cannot say."""
+    """Progress of a stage: `done` of `total` bytes of text; both 0 where a stage does not know."""
 
     stage: Literal["read", "tokenizer", "encode", "measure"]
     done: int
@@ -95,7 +95,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """Report a preparation. `up_to_date`: nothing was left to do; shards are then all among `shards_kept`."""
+    """The result of a preparation. `up_to_date`: nothing was left to do; shards are then all among `shards_kept`."""
 
     folder: Path
     index: DatasetIndex

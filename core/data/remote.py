@@ -44,7 +44,7 @@ _LOGIN = {
 
 @dataclass(frozen=True)
 class _Patience:
-    """How long an answer is waited for, in seconds, and how often it is asked for."""
+    """Timeouts and retries of a request, in seconds."""
 
     seconds: int
     tries: int

@@ -51,7 +51,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """Hold the header of a shard. `token_bytes` is 2 or 4; `sha256` is in hexadecimal."""
+    """The header of a shard. `token_bytes` is 2 or 4; `sha256` is in hexadecimal."""
 
     token_bytes: int
     tokens: int
@@ -92,7 +92,7 @@ def token_bytes_for(vocab_size: int) -> int:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Which file a mapping is of, so that one that was changed or replaced since is noticed."""
+    """The identity of a mapped file, by which a file that was changed or replaced since is noticed."""
 
     path: Path
     identity: tuple[int, int, int, int]
@@ -118,7 +118,7 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
 
 
 class ShardWriter:
-    """Collect the tokens of whole documents, and write them as one shard, atomically.
+    """A writer that collects the tokens of whole documents, and writes them as one shard, atomically.
 
     Few documents or long ones: up to `_HELD_BYTES` of tokens are in memory, more in a file without a name.
     """

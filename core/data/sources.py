@@ -25,7 +25,7 @@ _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache_
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source, as it was when it was listed.
+    """A file of a source, as it was when it was listed.
 
     `name` is the path relative to the source's root, with forward slashes; `size` is in bytes and `mtime_ns` in
     nanoseconds. At an address, `version` is what the server calls this version of the file (an ETag), and `mtime_ns` is

@@ -9,7 +9,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Joined, what `add` and `end` give is the text of all tokens together (`decode` of core/data/tokenizer.py).
+    """An incremental decoder: the joined results of `add` and `end` are the text of all tokens together.
 
     A character of several bytes may lie across tokens: what may yet become another character is held back. Decoders
     that write a token otherwise at a text's beginning (SentencePiece's spaces) see the tokens before it as well.

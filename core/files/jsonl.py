@@ -53,7 +53,7 @@ class Line:
 
 
 class JsonLines:
-    """Appends lines and hands each to the operating system at once, so that a crash costs at most the line in work.
+    """A file of lines, each handed to the operating system at once: a crash costs at most the line in work.
 
     The torn line of an earlier crash is cut off first: the next one would be spoilt by it.
     """
@@ -186,7 +186,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """Report `cut_after`. steps: of the lines that stay. moved: lines of later steps. damaged: numbers of lines."""
+    """The result of `cut_after`. steps: of lines that stay. moved: lines of later steps. damaged: numbers of lines."""
 
     steps: frozenset[int]
     moved: int

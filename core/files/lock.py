@@ -20,7 +20,7 @@ _TRIES, _PAUSE = 5, 0.02
 
 
 class FolderLock:
-    """Holds `folder`/.lock with flock(2) until `release` or the end of a `with`; the file names who holds it.
+    """A lock on `folder`/.lock by flock(2), until `release` or the end of a `with`; the file names the holder.
 
     The file itself stays: removing it would let two processes hold locks on two files of one name.
     Raises UserError if another process (or another lock of this one) holds it, the folder is not writable, or its file

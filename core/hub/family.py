@@ -12,7 +12,7 @@ REQUIRED, AS_ABSENT = object(), object()
 
 @dataclass(frozen=True)
 class Key:
-    """In the place of `absent`: the value of another key of config.json, times a number."""
+    """A value of `absent` that is read from another key of config.json, times a number."""
 
     name: str
     times: int = 1
@@ -20,7 +20,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the model under both names.
+    """A setting of the model under both names.
 
     ours: field of `ModelConfig`. theirs: key of config.json; several of ours may share one, and then are equal.
     absent: what the architecture takes where the key is missing. null: our value that theirs writes as null.
@@ -53,7 +53,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Derived:
-    """A key of config.json that follows from the model. ours: property of `ModelConfig`. Where it is, it must agree."""
+    """A key of config.json that follows from the model's property `ours`. Where the key is present, it must agree."""
 
     ours: str
     theirs: str
@@ -61,7 +61,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Stored:
-    """One of their tensors, made of one or several of ours. `{i}` stands for the block.
+    """A tensor of theirs, made of one or several of ours. `{i}` stands for the block.
 
     ours: canonical names; their rows follow one another in theirs, as those of q, k and v in a fused projection.
     transposed: theirs is (in, out), as GPT-2's Conv1D keeps it.

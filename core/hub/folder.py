@@ -31,7 +31,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Where:
-    """Locate a tensor: its file, format as safetensors calls it, and shape."""
+    """The location of a tensor: its file, format as safetensors calls it, and shape."""
 
     file: Path
     dtype: str

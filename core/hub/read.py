@@ -21,7 +21,7 @@ from lockstep.core.model.names import parameter_shapes
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model in a folder: what its settings are, and where its tensors lie.
+    """A model in a folder: its settings, and where its tensors lie.
 
     names: their name by the table → the name in the files. left_out: in words, what of the folder has no counterpart.
     """

@@ -33,7 +33,7 @@ MOST_SUPPRESSED = 4096
 
 @dataclass(frozen=True)
 class Exported:
-    """Report an export.
+    """The result of an export.
 
     architecture: as config.json names it. tensors, numbers: how many were written. files: of weights. rounded: the
     largest relative change of a number by rounding, 0 if all are as they were.

@@ -31,7 +31,7 @@ class News:
 
 
 class FollowedLines:
-    """Tells the new whole lines of a file each time that it is asked; a line that is being written is not whole."""
+    """A follower of a file: each call returns the lines completed since the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

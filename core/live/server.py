@@ -45,7 +45,7 @@ def code() -> str:
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves one run on a port of the loopback. Raises UserError if the port cannot be had; 0 is a free one."""
+    """A server of one run on a port of the loopback. Raises UserError if the port cannot be had; 0 is a free one."""
 
     daemon_threads = True
 

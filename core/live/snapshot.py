@@ -75,7 +75,7 @@ class Snapshot:
 
 
 class Watched:
-    """A run directory that is looked at again and again; one thread at a time may look."""
+    """A run directory that is read repeatedly, by one thread at a time."""
 
     def __init__(self, run: Path) -> None:
         self.run = run

@@ -31,7 +31,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """One initial value for all elements."""
+    """A single initial value for all elements."""
 
     value: float
 
@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One link of the forward chain.
+    """A link of the forward chain.
 
     id:     the literal stage id of verdicts; the same in every block.
     kind:   a name of KINDS: operations of one kind share their mathematics.
@@ -160,7 +160,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Edge:
-    """Name the entry of a tensor with several readers into one of them; its gradient is that reader's share.
+    """The entry of a tensor with several readers into one of them; its gradient is that reader's share.
 
     reader: the operation. role: its input. tap, parameter: what is read, the other is None.
     """

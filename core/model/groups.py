@@ -17,7 +17,10 @@ from lockstep.core.model.graph import Shape
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """lr_factor: the group's learning rate / the schedule's. weight_decay: λ of p ← p·(1 − lr·lr_factor·λ)."""
+    """Optimizer settings of a parameter group.
+
+    lr_factor: the group's learning rate / the schedule's. weight_decay: λ of p ← p·(1 − lr·lr_factor·λ).
+    """
 
     lr_factor: float
     weight_decay: float

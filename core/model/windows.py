@@ -22,7 +22,7 @@ from lockstep.core.model.names import GRADIENT, parameter_shapes, probe_shapes
 
 @dataclass(frozen=True)
 class Window:
-    """One program's share.
+    """The taps and gradients that one program shows.
 
     names: as `observe` takes them. border: taps of the window before that this one reads, shown by both.
     """

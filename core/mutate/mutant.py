@@ -49,7 +49,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a trainer.
+    """A change of a trainer.
 
     place: the name of what is changed, such as a tap, `TAP.role` for one input of an operation, or a parameter.
     kind:  what of it is changed (core/mutate/places.py). condition: when (core/mutate/conditions.py).

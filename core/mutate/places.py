@@ -59,7 +59,7 @@ _OF_SESSION = (ALWAYS, "from-step-3", "resumed")
 
 @dataclass(frozen=True)
 class Place:
-    """Something of a step that can be changed.
+    """A place in a step whose tensor or number can be changed.
 
     name, kind: as in a mutant's id. origin: stage, phase and layer that a check must name. untapped: the link that an
                 untapped program which differs from the tapped one belongs to.

@@ -16,7 +16,7 @@ LARGE, SMALL = 1e-2, 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One mutant under one recipe.
+    """A mutant under a recipe, and its result.
 
     expected: the origins that are right, the first one before the others. step: the first step in which it can act.
     Relative changes that it makes to the real step, whose loss weights are the run's own: gradients (L2 over all
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """So many of so many."""
+    """A count out of a total."""
 
     count: int
     of: int

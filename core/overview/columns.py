@@ -45,7 +45,7 @@ _EXAMPLE = "write KEY, one of = != < <= > >=, and a value, as in 'optim.peak-lr>
 
 @dataclass(frozen=True)
 class Condition:
-    """A row's value of `key` held against `value` by the operator `sign`; a row without that value does not meet it."""
+    """A comparison of a row's `key` with `value` by the operator `sign`; a row without that value does not meet it."""
 
     key: str
     sign: str

@@ -71,7 +71,7 @@ def read_tail(path: Path) -> Tail:
 
 @dataclass
 class _End:
-    """The values that are read from the end backwards. recent: records that were not left out, the last one first."""
+    """The values read from the end backwards. recent: records that were not left out, the last one first."""
 
     step: int | None = None
     recent: list[dict[str, Any]] = field(default_factory=list)

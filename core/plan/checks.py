@@ -45,7 +45,7 @@ OPENING_SECONDS, SECONDS_A_GB, SECONDS_A_TERAFLOP = 19.0, 6.0, 30.0
 
 @dataclass(frozen=True)
 class CheckCost:
-    """One check takes at most so much.
+    """Upper bounds of what one check takes.
 
     evidence: bytes on the disk by what they are. transient: bytes on the disk that are gone when evidence is gathered.
     gathering, judging: bytes of host memory beside the candidate's own. teraflops: 10¹² FLOPs of the reference.

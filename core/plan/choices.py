@@ -26,7 +26,7 @@ POLICIES: dict[str, RecomputeConfig] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One policy. by_micro: estimate by micro-batch. largest: micro-batch that fits, of those that divide, and of all.
+    """A policy. by_micro: estimate by micro-batch. largest: micro-batch that fits, of those that divide, and of all.
 
     best: the estimate at the largest that divides; None if none fits. own: whether it is the configuration's policy.
     """

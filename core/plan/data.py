@@ -15,7 +15,7 @@ from lockstep.core.run.data import RunData
 
 @dataclass(frozen=True)
 class Reading:
-    """One data set of a run.
+    """A data set that a run reads.
 
     share: of the run's samples. tokens: that the run reads. held: training tokens that are prepared, and epochs: how
     often the run passes over them; both None where the folder is not prepared here, or left out with a weight of zero.

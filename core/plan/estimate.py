@@ -17,7 +17,10 @@ from lockstep.core.plan.seconds import Seconds, seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """memory: of each device. seconds: of a step; None where the device's rates are not known."""
+    """An estimate of memory and time.
+
+    memory: of each device. seconds: of a step; None where the device's rates are not known.
+    """
 
     config: RunConfig
     gpu: Gpu

@@ -30,7 +30,9 @@ COPIES = "weights in the operand dtype"
 
 @dataclass(frozen=True)
 class Part:
-    """saved: bytes kept from forward to backward pass, by what they are.
+    """Memory of a part of the step: its phases, and what it keeps.
+
+    saved: bytes kept from forward to backward pass, by what they are.
 
     The forward phase ends with what is saved, the backward phase without it and with the weights' gradients. products:
     bytes that `recompute.keep_products` keeps. entry: what is kept where the part is computed again, its input.

@@ -19,7 +19,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of device.
+    """A kind of device.
 
     title: as the vendor calls it. memory: bytes that torch reports as the device's total; 0: not known. bandwidth: of
     its memory, bytes/s, read and written. link: to the other GPUs of its node, bytes/s in one direction. peaks: dense

@@ -21,7 +21,9 @@ AT_A_TIME = 2**17
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """saved: bytes from forward to backward pass. backward ends with the weight's gradient and that of the input.
+    """Memory of a loss head.
+
+    saved: bytes from forward to backward pass. backward ends with the weight's gradient and that of the input.
 
     late: what follows the rest of the backward pass. Where table and head are one weight and the program is one, the
     compiler joins the head's product to the look-up's gradient by `addmm` (torch/_inductor/fx_passes/post_grad.py), so

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """net: bytes held more at the end than at the start. peak: the most held above the start, at least 0 and net.
+    """Memory of a stretch of the step.
+
+    net: bytes held more at the end than at the start. peak: the most held above the start, at least 0 and net.
 
     made: bytes of all tensors that were allocated on the way, which is what memory has to move at least twice.
     """
@@ -39,7 +41,7 @@ def held(change: float) -> Phase:
 
 
 class Tape:
-    """Tensors that are made and freed by name: what is left, and the most there was."""
+    """A record of tensors made and freed by name, which gives the bytes left and the peak."""
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
         self.there = dict(before or {})

@@ -64,7 +64,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Saving:
-    """Compare the memory saved by checkpointing a part, as a share: theirs of reserved, ours of allocated memory."""
+    """The memory saved by checkpointing a part, as a share: theirs of reserved, ours of allocated memory."""
 
     name: str
     about: str

@@ -39,7 +39,7 @@ _NARROW = {"bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Seconds:
-    """Split the seconds of one step on each device."""
+    """The seconds of one step on each device, by part."""
 
     products: float
     attention: float
@@ -55,7 +55,7 @@ class Seconds:
 
 
 def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds | None:
-    """Time of a step; None where the device's rates are not known."""
+    """Return the time of a step; None where the device's rates are not known."""
     z = sizes_of(config, gpu, autocast)
     operand = config.precision.operand
     rate = gpu.rate(operand)

@@ -72,7 +72,7 @@ def memory_rows(estimate: Estimate) -> Rows:
 
 
 def time_rows(estimate: Estimate, price: float) -> Rows:
-    """Step by what it is made of, tokens a second, utilisation, days and dollars; nothing where rates are not known."""
+    """Return a step's parts, tokens a second, utilisation, days and dollars; nothing where rates are not known."""
     time, train = estimate.seconds, estimate.config.train
     if time is None or estimate.tokens_per_second is None or estimate.days is None:
         return []

@@ -114,7 +114,7 @@ def _operators(events: Sequence[Event], window: Span) -> _Work:
 
 
 def _outside(events: Sequence[Event], window: Span) -> float:
-    """Time of the window in which no thread was in an operator."""
+    """Return the time in the window in which no thread was in an operator."""
     return length(gaps(union(event.span for event in events if event.category == OPERATOR), window))
 
 

@@ -27,7 +27,7 @@ MOST_PACKED = 200
 
 @dataclass(frozen=True)
 class Event:
-    """Something that began and ended. lane: the thread, or the GPU's stream, that it is of. Times in µs."""
+    """An interval of a trace. lane: the thread, or the GPU's stream, that it is of. Times in µs."""
 
     name: str
     category: str

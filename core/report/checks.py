@@ -30,7 +30,7 @@ AT_BOUND, PER_DECADE, BEYOND = 127, 42, 255
 
 @dataclass(frozen=True)
 class RowKey:
-    """One comparison: a tap of one stage in one phase and scope (`repeat` tells doubles of a check apart)."""
+    """A comparison: a tap of one stage in one phase and scope (`repeat` tells doubles of a check apart)."""
 
     stage: str
     tap: str
@@ -91,7 +91,7 @@ class BadStep:
 
 @dataclass
 class Cells:
-    """Every comparison as it is read, by row and column number."""
+    """The comparisons as they are read, by row and column number."""
 
     row: array[int] = field(default_factory=lambda: array("l"))
     column: array[int] = field(default_factory=lambda: array("l"))
@@ -103,7 +103,7 @@ class Cells:
 
 @dataclass
 class MeasureCells:
-    """One measure's values and bounds over the cells that have it, by position in `Cells`; an open side is NaN."""
+    """A measure's values and bounds over the cells that have it, by position in `Cells`; an open side is NaN."""
 
     cell: array[int] = field(default_factory=lambda: array("l"))
     value: array[float] = field(default_factory=lambda: array("d"))
@@ -115,7 +115,7 @@ class MeasureCells:
 
 @dataclass
 class Checks:
-    """All contents of the page about the checks of a run."""
+    """The contents of the page about the checks of a run."""
 
     lines: list[tuple[int, str, int]] = field(default_factory=list)  # (step, verdict, broken comparisons)
     counts: Counter[str] = field(default_factory=Counter)

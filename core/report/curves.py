@@ -119,7 +119,7 @@ def mfu(records: Records, name: str) -> Pairs:
 
 
 def smoothing_steps(count: int) -> int:
-    """Time constant of the smoothed loss: a fiftieth of the run, at least 5 and at most 100 steps."""
+    """Return the time constant of the smoothed loss: a fiftieth of the run, from 5 to 100 steps."""
     return min(max(count // 50, 5), 100)
 
 

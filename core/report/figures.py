@@ -27,7 +27,7 @@ UNKNOWN = "—"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a run: as it is shown, what stands beside it, and a value where the least or greatest is best."""
+    """A figure of a run: its text, the note beside it, and a value where the least or greatest is best."""
 
     text: str
     beside: str = ""
@@ -101,7 +101,7 @@ def differences(each: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Parting:
-    """Locate the divergence of two runs.
+    """The point where two runs diverge.
 
     common: steps that both have. batch, bits: first step with another batch, with another loss; None if there is none.
     apart: the first step from which on the smoothed difference stays beyond APART standard errors; None if at the last

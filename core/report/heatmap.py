@@ -75,7 +75,7 @@ def encode(checks: Checks) -> dict[str, Any] | None:
 
 
 class _Grid:
-    """Map each cell of `Checks` to planes of these rows and columns."""
+    """The map from each cell of `Checks` to planes of these rows and columns."""
 
     def __init__(self, checks: Checks, keys: Sequence[RowKey], columns: Sequence[int]) -> None:
         self.size = len(keys) * len(columns)

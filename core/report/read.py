@@ -16,7 +16,7 @@ from lockstep.core.run.info import read_info, require_unchanged
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a run directory's contents for the report, except its checks, which are streamed (`check_lines`).
+    """A run directory's contents for the report, except its checks, which are streamed (`check_lines`).
 
     records:     one mapping a step, by step; the last line counts where a resumed run wrote a step twice.
     about:       `run.json`, empty if there is none or it is damaged.

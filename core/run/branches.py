@@ -19,7 +19,7 @@ _FOLDER = re.compile(r"branches/\d{3,}")
 
 
 class RunBranch(RunDir):
-    """A run as it was before its resume number `number` cut it, to read.
+    """A read-only view of the run before its resume number `number` cut it.
 
     RunBranch i holds what came after its `from_step`. Before that stands what the run had then: later resumes may have
     taken some of it into branches of their own, and the run itself holds the rest.
@@ -59,7 +59,7 @@ class RunBranch(RunDir):
         return sorted(found, key=_step)
 
     def observations(self) -> dict[int, Path]:
-        """Step → file of what was observed in this branch and in all before it."""
+        """Map each step to the file of what was observed in this branch and in all before it."""
         found = {step: path for step, path in self._run.observations().items() if step <= self._reach}
         for folder, last in self._parts:
             found |= {step: path for step, path in observation_files(folder / OBSERVATIONS).items() if step <= last}

@@ -120,7 +120,7 @@ class CheckpointPart:
 
 
 class Checkpointer:
-    """Writes checkpoints of a session into a run, one at a time, and lets those go that are not to be kept.
+    """A writer of a session's checkpoints into a run, one at a time, which deletes those that are not to be kept.
 
     best: (loss, step) of the lowest validation loss so far. last: step of the last one that was begun, None if the disk
     has refused it since.

@@ -264,7 +264,7 @@ class RunDir:
         ]
 
     def observations(self) -> dict[int, Path]:
-        """Step → file of what was observed in it."""
+        """Map each step to the file of what was observed in it."""
         return observation_files(self.path / OBSERVATIONS)
 
     def _read(self, name: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ _OBSERVED = re.compile(r"step_(\d{6,})\.npz")
 
 
 def observation_files(folder: Path) -> dict[int, Path]:
-    """Step → file of the observations in a folder."""
+    """Map each step to the file of its observations in a folder."""
     found = ((_OBSERVED.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
     return {int(match[1]): path for match, path in found if match}
 

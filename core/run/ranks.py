@@ -35,7 +35,7 @@ class Ranks(Protocol):
 
 
 class _One:
-    """One process."""
+    """A run of one process."""
 
     rank, count = 0, 1
 

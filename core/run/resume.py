@@ -53,7 +53,7 @@ def is_branching(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Changes:
-    """By which settings a run is to go on otherwise.
+    """The settings that a resume changes.
 
     settings: dotted key → text, all of them. branch: of those that begin a branch, the values before and now.
     """

@@ -16,7 +16,7 @@ NextToken = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn.
+    """The settings by which a token is drawn.
 
     temperature: what logits are divided by; 0 takes the likeliest token. top_k: only the k likeliest; 0 = all (Fan et
     al. 2018). top_p: of those, the smallest set of the likeliest whose probabilities sum to p or more (Holtzman et al.

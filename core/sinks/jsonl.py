@@ -11,7 +11,7 @@ from lockstep.core.run.directory import RunDir
 
 
 class JsonlSink:
-    """Appends to records.jsonl and parity.jsonl. The run directory is not closed with the sink."""
+    """A sink that appends to records.jsonl and parity.jsonl. The run directory is not closed with the sink."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

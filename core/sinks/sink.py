@@ -10,7 +10,7 @@ from lockstep.core.run.checkpoints import Saved
 
 
 class Sink(Protocol):
-    """Takes what the loop yields, in the order in which it happens. Checks may come some steps late."""
+    """A receiver of what the loop yields, in the order in which it happens. Checks may come some steps late."""
 
     def record(self, record: StepRecord) -> None:
         """Take a record: one optimizer step is done."""

@@ -14,7 +14,7 @@ _PARTS = 3
 
 
 class Summary:
-    """Collect records of one process; `rows` are names and words.
+    """The summary of one process's records; `rows` are names and words.
 
     seconds: of each part of the time (core/train/time_accounting.py).
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One parameter group.
+    """A parameter group.
 
     lr_factor: its learning rate / the run's. precision: what its products are computed in. recomputed: which parts of
     its layers the backward pass computes again.
@@ -60,7 +60,7 @@ def stacked(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]
 
 
 def parameter_groups(rows: Sequence[GroupRow]) -> Table:
-    """Group, parameters, learning-rate factor, weight decay and precision, with the sum in the last row."""
+    """Tabulate groups: parameters, learning-rate factor, weight decay and precision, with the sum in the last row."""
     drawn = table(
         f"Parameters: {sum(row.parameters for row in rows):,}",
         ("group", "parameters", "optimizer", "lr ×", "decay", "precision", "recomputed"),

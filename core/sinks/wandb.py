@@ -18,7 +18,7 @@ STEP = "step"
 
 
 class WandbSink:
-    """Logs to the W&B run whose id stands in run.json, so that a resumed run goes on in the same one.
+    """A sink that logs to the W&B run whose id stands in run.json, so that a resumed run goes on in the same one.
 
     warn: told once if logging fails; training goes on without it.
     Raises UserError if wandb is not installed, or the run cannot be opened (no login, no network).

@@ -15,7 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 
 @dataclass(frozen=True)
 class Axis:
-    """Values on their way to a place between two ends. low, high: values there. log: spaced by the logarithm."""
+    """An axis, which places values between two ends. low, high: values there. log: spaced by the logarithm."""
 
     low: float
     high: float

@@ -39,7 +39,7 @@ _Z = 1.959964
 
 @dataclass(frozen=True)
 class Optimum:
-    """Where the loss is least, by one width's trials.
+    """The learning rate of the least loss, by one width's trials.
 
     best: learning rate of the best trial. edge: `low` or `high` if that is the end of the rates that were tried, or the
     fitted one lies beyond it; else empty. rate: the fitted one, None if there is none. low, high: its 95 % interval,

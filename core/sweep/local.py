@@ -16,7 +16,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Engine(Protocol):
-    """Makes the trials of a round."""
+    """An executor of a round's trials."""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Bring each job to its end, and call `ended` of it; call `tick` now and then meanwhile, in this thread.
@@ -28,7 +28,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Local:
-    """One process at a time, or `jobs`. gpus: of each trial; with several jobs each has its own, 0 = as they come."""
+    """An engine of this machine, with `jobs` processes at a time.
+
+    gpus: of each trial; with several jobs each has its own, 0 = as they come.
+    """
 
     jobs: int = 1
     gpus: int = 0

@@ -26,7 +26,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """One width of a sweep, or the whole sweep if no widths are given. width: None then. settings: of the width."""
+    """A width of a sweep, or the whole sweep if no widths are given. width: None then. settings: of the width."""
 
     width: int | None
     settings: Point
@@ -43,7 +43,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep, but for its folder. config: of every trial, before its own settings.
+    """The plan of a sweep, without its folder. config: of every trial, before its own settings.
 
     backend: as `lockstep train --backend` takes it, empty for torch. per_round: trials proposed together, of each
     width. threads: CPU threads of a trial, 0 = as the environment has it.

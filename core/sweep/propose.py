@@ -35,7 +35,7 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Sampling:
-    """How points are drawn. sampler: one of SAMPLERS but AUTO. trials: how many, of each width."""
+    """The settings by which points are drawn. sampler: one of SAMPLERS but AUTO. trials: how many, of each width."""
 
     varied: tuple[Varied, ...]
     sampler: str

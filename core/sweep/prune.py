@@ -29,7 +29,9 @@ REDUCTION = 3
 
 @dataclass(frozen=True)
 class Earlier:
-    """A trial as later ones are held against it. state: `complete`, `pruned`, or anything else, which counts nothing.
+    """An earlier trial, with which later ones are compared.
+
+    state: `complete`, `pruned`, or anything else, which counts nothing.
 
     value: its objective. reports: step → loss, up to where it ended. rungs: Optuna's record of Hyperband.
     """
@@ -42,7 +44,9 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Rule:
-    """How trials of a round are pruned. steps, warmup, least: of a run: all, of the warm-up, the first report.
+    """The rule by which trials of a round are pruned.
+
+    steps, warmup, least: of a run: all, of the warm-up, the first report.
 
     earlier: the trials before this one, by number; of its own round, placeholders.
     """
@@ -57,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """When a trial is given up, and why; step None: not so far. rungs: as `Earlier` has them."""
+    """The step at which a trial is given up, and the reason; step None: not so far. rungs: as `Earlier` has them."""
 
     step: int | None = None
     why: str = ""

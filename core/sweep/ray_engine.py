@@ -25,7 +25,7 @@ SCRATCH = ".ray"
 
 @dataclass(frozen=True)
 class OnRay:
-    """Place trials by Ray Tune. folder: of the sweep. gpus, cpus: of each trial. jobs: at a time; 0 = as many as fit.
+    """An engine of Ray Tune. folder: of the sweep. gpus, cpus: of each trial. jobs: at a time; 0 = as many as fit.
 
     address: of a cluster, `auto` for the one of this machine; empty: a Ray of its own, which ends with the sweep.
     """

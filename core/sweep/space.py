@@ -29,7 +29,7 @@ _RANGE = re.compile(r"([^:,]+):([^:,]+)(?::([^:,]*))?")
 
 @dataclass(frozen=True)
 class Varied:
-    """One setting that a sweep varies.
+    """A setting that a sweep varies.
 
     key: dotted. text: as it was given. choices: the values of a list, as text; empty for a range. low, high: of a
     range, both included. log: whether a range is sampled evenly in the logarithm. whole: whether it holds integers.

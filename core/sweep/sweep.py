@@ -33,7 +33,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @dataclass
 class Trial:
-    """One trial, and what is known of it so far. loss: the last training loss."""
+    """A trial, and what is known of it so far. loss: the last training loss."""
 
     arm: Arm
     number: int

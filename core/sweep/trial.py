@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class End:
-    """How the processes of a trial ended. stopped: by the sweep's own end. failure: why it cannot go on, or empty."""
+    """The end of a trial's processes. stopped: by the sweep's own end. failure: why it cannot go on, or empty."""
 
     stopped: bool = False
     failure: str = ""

@@ -35,7 +35,7 @@ NO_MATTER = ("lockstep", "python", "tokenizers")
 
 @dataclass(frozen=True)
 class Proof:
-    """Report the checks at the start of a deterministic run.
+    """The results of the checks at the start of a deterministic run.
 
     step: which one was repeated. gradients: how many were the same bits, the loss and the losses of tokens besides.
     costs: time of the forward and backward pass of a micro-batch a rank / the same without the setting, one after the

@@ -39,7 +39,7 @@ Alarm = Callable[[Check], tuple[Check, str | None]]
 
 
 class Watch(Protocol):
-    """Something that checks steps while they are made (core/parity/modes/shadow.py)."""
+    """A watch that checks steps while they are made (core/parity/modes/shadow.py)."""
 
     def due(self, step: int) -> bool:
         """Return whether step `step` is to be checked."""
@@ -342,7 +342,7 @@ def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
 
 
 class Checks:
-    """Pass the reference's results, which rank 0 has, to every sink.
+    """The reference's results, which rank 0 has, on their way to every sink.
 
     good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
     """

@@ -73,7 +73,7 @@ def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class SpikeDetector:
-    """Looks at one loss after another. sigma: as many deviations make a spike; 0 = none is one."""
+    """A detector that takes one loss after another. sigma: as many deviations make a spike; 0 = none is one."""
 
     def __init__(self, sigma: float, before: Iterable[tuple[int, float]] = ()) -> None:
         self._sigma = sigma
@@ -98,7 +98,7 @@ class SpikeDetector:
 
 
 class Spikes:
-    """The spikes of a run while it goes on; a batch that was left out because it is not finite is kept as well."""
+    """The spikes of a run so far, with batches that were left out because they are not finite."""
 
     def __init__(self, run: RunDir, data: RunData, first: int) -> None:
         """Read the losses before `first`, the step that comes next, from the run's records."""

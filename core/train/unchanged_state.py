@@ -17,11 +17,11 @@ NAMED = 3
 
 
 class StateChanged(UserError):
-    """An operation that only reads a session has changed its state."""
+    """An error: an operation that only reads a session has changed its state."""
 
 
 class UnchangedState:
-    """Tell what has changed in a session's state since the last call. Every rank of the session calls it.
+    """A detector of changes in a session's state since the last call. Every rank of the session calls it.
 
     Raises NotSupported where the session tells no checksums.
     """

@@ -13,7 +13,10 @@ from jax import Array, lax
 
 @dataclass(frozen=True)
 class Format:
-    """mantissa: stored bits. least: exponent of the smallest normal number. largest: the largest finite number."""
+    """A narrow floating-point format.
+
+    mantissa: stored bits. least: exponent of the smallest normal number. largest: the largest finite number.
+    """
 
     mantissa: int
     least: int

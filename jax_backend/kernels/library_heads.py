@@ -41,7 +41,7 @@ def _of_cce(policy: Policy, softmax: Array, is_target: Array, share: Array) -> A
 
 @dataclass(frozen=True)
 class Casts:
-    """Name what a library rounds to the operand format, beside the operands and the returned gradients.
+    """A library's roundings to the operand format, beside the operands and the returned gradients.
 
     gradient:  (policy, softmax (B, S, V), one-hot targets (B, S, V), gradient of each loss (B, S, 1)) → gradient of the
                logits (B, S, V), with its roundings.

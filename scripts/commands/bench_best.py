@@ -83,7 +83,7 @@ def _bears_on_it(key: str) -> bool:
 
 
 class Plan:
-    """lockstep.core.plan as bench best uses it (core/bench/best.py, `Predicts`)."""
+    """The planner of `bench best`: lockstep.core.plan as core/bench/best.py uses it (`Predicts`)."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.memory = gpu, gpu.memory

@@ -131,7 +131,7 @@ def measure(
     contenders: Sequence[Contender],
     absent: dict[str, str],
 ) -> int:
-    """Model by model and row by row; the file is written after each row."""
+    """Measure model by model and row by row; the file is written after each row."""
     from lockstep.core.bench.peers import HEADERS, ROWS, SCHEMA, SUITE, answers, cells, size, taking_part
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically

@@ -147,7 +147,7 @@ def _check(options: Mutate) -> None:
 
 @dataclass
 class Book:
-    """The rows in a folder; without a folder, none are kept.
+    """The rows kept in a folder; without a folder, none are kept.
 
     Each recipe has a line of its own before its first row: what its rows are of, and the settings that made them.
     A mutant without a verdict is tried again. settings: of each recipe.

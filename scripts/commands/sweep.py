@@ -223,7 +223,7 @@ def _shown(console: Console, sweep: Sweep) -> Iterator[Callable[[Trial | None], 
 
 
 class _Quiet:
-    """Stand for the live table where the output is a file or a pipe."""
+    """A stand-in for the live table where the output is a file or a pipe."""
 
     def __enter__(self) -> _Quiet:
         return self

@@ -397,7 +397,7 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
 
 @dataclass(frozen=True)
 class _GoingOn:
-    """Where, how and by whom a run goes on. done: steps in the checkpoint, by its name; 0 if there is none."""
+    """The resume of a run: where, how and by whom. done: steps in the checkpoint, by its name; 0 if there is none."""
 
     done: int
     backend: str
@@ -461,7 +461,7 @@ def _create(path: Path, options: Train, config: Any, backend: str, about: Mappin
 
 
 class _Unbegun(contextlib.AbstractContextManager[None]):
-    """Takes a new run's directory away if it fails before its first step: nothing half-written stays."""
+    """A guard that removes a new run's directory if the run fails before its first step."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

@@ -156,7 +156,7 @@ def rooms() -> str:
 
 
 class _Terminal(io.StringIO):
-    """Keep what is printed, as a terminal that shows colours would get it."""
+    """A stream that keeps what is printed, as a terminal that shows colours would get it."""
 
     def isatty(self) -> bool:
         return True

@@ -22,7 +22,7 @@ LONGEST_S = 900.0
 
 @dataclass(frozen=True)
 class Told:
-    """An exhibit, and what both its runs found."""
+    """An exhibit, and the results of both its runs."""
 
     exhibit: Exhibit
     shipped: Mapping[str, Any]

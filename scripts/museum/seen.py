@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Seen:
-    """Returned by every loop.
+    """The result of every loop.
 
     found: a watcher; a report of `assert_honest`, or its NotHonest.
     losses: as the loop's own log shows them, a number a step. held_out: the loss over text that was not trained on.

@@ -68,7 +68,7 @@ def is_built_in(name: object) -> bool:
 
 @dataclass(frozen=True)
 class Maker:
-    """Open the backend that a run's or capsule's file names: what trained, or was judged. file: that file."""
+    """A factory of the backend that a run's or capsule's file names: what trained, or was judged. file: that file."""
 
     name: object
     file: Path

@@ -20,7 +20,7 @@ _TRIES = 3
 
 
 class Contender:
-    """Make batches when a message requests them; `answer` returns seconds."""
+    """A maker of batches, each on request; `answer` returns seconds."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         module, _, name = job["program"].partition(":")

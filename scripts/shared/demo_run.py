@@ -25,7 +25,7 @@ _OWN = {CONFIG, DATA, RUNS, f"{HONEST}.log", f"{FAULTY}.log"}
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold what is shown of a run: (step, loss) of each step, and each check with its origin, None if it agreed."""
+    """The results of a run: (step, loss) of each step, and each check with its origin, None if it agreed."""
 
     losses: Sequence[tuple[int, float]]
     checks: Sequence[tuple[int, str, Finding | None]]

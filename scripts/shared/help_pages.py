@@ -28,7 +28,7 @@ def one_line_each(text: str) -> str:
 
 
 class HelpPage(io.StringIO):
-    """Collect a page of help for `stream` from tyro, which writes a paragraph in one line."""
+    """A page of help for `stream`, collected from tyro, which writes a paragraph in one line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

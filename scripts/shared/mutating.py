@@ -47,7 +47,7 @@ class Made:
 
 @dataclass
 class MutantBench:
-    """Judge mutants of one configuration, which share the sessions of the reference and the honest steps.
+    """A bench for mutants of one configuration, which share the reference's sessions and the honest steps.
 
     ranks: those of the trainer, each of which has a bench and makes the same calls; all of them get the rows.
     """

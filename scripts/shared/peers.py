@@ -37,7 +37,7 @@ TELL_SECONDS = 4.0
 
 
 class Untold(UserError):
-    """End this rank without a message: another rank prints it."""
+    """The end of this rank without a message: another rank prints it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ HONEST_STEPS = 3
 
 
 class Kept:
-    """Open each configuration of a backend once: compiling a reference's programs is most of its cost.
+    """A backend that opens each configuration once: compiling a reference's programs is most of its cost.
 
     Sessions are shared: a caller loads its state into the session first, as every check does.
     """
@@ -61,7 +61,7 @@ class Data(Protocol):
 
 @dataclass
 class Bench:
-    """Judge faults under one recipe: a configuration, its data, the reference, and the honest trainer's losses."""
+    """A bench for faults under a recipe: a configuration, its data, the reference, and the honest trainer's losses."""
 
     config: RunConfig
     data: Data

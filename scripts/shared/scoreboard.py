@@ -24,7 +24,7 @@ Origin = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One planted fault: the expected finding and the actual one. Layers of `expected` are those of the model.
+    """A planted fault: the expected finding and the actual one. Layers of `expected` are those of the model.
 
     step: the first check that disagreed. named: its origin. others: all origins in the chain's order.
     rank: place of the expected origin among them, from 1. measure: the origin's worst measure, with its bound.

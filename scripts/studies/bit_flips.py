@@ -115,7 +115,7 @@ def _of_step(folder: str, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Damage:
-    """One file, and what is done to it. at: byte. byte: what stands there then; None: the file ends there."""
+    """The damage to one file. at: byte. byte: what stands there then; None: the file ends there."""
 
     path: Path
     at: int
@@ -134,7 +134,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class End:
-    """Hold the contents of a run directory. resumed: from this step. info: run.json, without what a clock decides.
+    """The contents of a run directory. resumed: from this step. info: run.json, without what a clock decides.
 
     lines, set_aside: of records.jsonl and parity.jsonl, and of all branches, by file and step.
     """
@@ -149,7 +149,7 @@ class End:
 
 @dataclass(frozen=True)
 class Told:
-    """How a resume ended and what it printed."""
+    """The end of a resume: its exit code and its output."""
 
     code: int
     out: str

@@ -31,7 +31,7 @@ def is_there() -> bool:
 
 
 class Browser:
-    """One window. Made by `open_browser`."""
+    """A window of the browser. Made by `open_browser`."""
 
     def __init__(self, driver: str, session: str) -> None:
         self._session = f"{driver}/session/{session}"

@@ -74,7 +74,7 @@ class Chaos:
 
 @dataclass(frozen=True)
 class Chain:
-    """Rounds that follow each other."""
+    """A chain of rounds that follow each other."""
 
     name: str
     kind: str

@@ -137,7 +137,7 @@ def prepare_words(module: str, ground: Path, data: Path, workers: int) -> list[s
 
 
 class Life(ABC):
-    """Something that `lockstep` makes, killed again and again, and compared with one of its kind that nobody killed.
+    """A product of `lockstep` that is killed again and again, and compared with one that was never killed.
 
     folder: of its own. place: the folder in it whose file operations count. over: whether it came to its end by itself.
     """
@@ -323,7 +323,7 @@ class TrainingLife(Life):
 
 @dataclass(frozen=True)
 class Disk:
-    """A run as it lies on the disk.
+    """The state of a run on the disk.
 
     inode: of its folder; 0 if there is none. lines: of records.jsonl, whole ones; records: what they say. torn: whether
     one more has begun.

@@ -24,7 +24,7 @@ PLAIN, MODULE = "lockstep", "lockstep.scripts.studies.killed_at"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
     operation: at which it was killed; None if it ended by itself. seconds_to_end: from the kill until no process of it
     was left. left: processes that were still there after `LINGERS`, or that hung.

@@ -49,7 +49,7 @@ TRAINED = (0, 8, 40)
 
 @dataclass(frozen=True)
 class Clean:
-    """One check of a clean session.
+    """A check of a clean session.
 
     sampled, numbers: by place, excess of the logits that sampling makes there, and about how many independent errors
     they carry. furthest: largest error of a forward pass's logits / that of the twin's, floored as a norm's, over so

@@ -55,7 +55,7 @@ FIRST_DRAW = 5000
 
 @dataclass(frozen=True)
 class Kind:
-    """Name a kind of clean run. accumulate: whether the batch has several micro-batches; None: as drawn.
+    """A kind of clean run. accumulate: whether the batch has several micro-batches; None: as drawn.
 
     family: of models, with what the draw chooses for it. head: of a library, or Lockstep's own. casts: under a random
     plan of casts. first_draw: those before were looked at while its bounds were set. Chunks of the head, recomputation

@@ -66,7 +66,7 @@ Curves = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. key: in runs.json. title: of its panel. suspect: its class in suspects.py.
+    """A training run. key: in runs.json. title: of its panel. suspect: its class in suspects.py.
 
     The empty suspect is the honest trainer. lr: the peak learning rate as a multiple of the others'. steps: in the run.
     """

@@ -32,7 +32,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 @dataclass(frozen=True)
 class Moment:
-    """Which operation under `folder` is meant, of rank 0.
+    """The moment of a kill: an operation of rank 0 under `folder`.
 
     Operations are `VERB PATH`, with paths below the folder: `write`, `read`, `rename FROM TO`, `mkdir`, `remove`,
     `rmdir`. start: an expression; counting begins at its `times`-th match. further: so many operations after that one.

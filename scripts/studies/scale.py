@@ -205,7 +205,7 @@ def of_this_machine() -> dict[str, Any]:
 
 
 def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
-    """Name, size and checkout of each row, in the order in which they are run."""
+    """Return name, size and checkout of each row, in the order in which they are run."""
     yield "64.5M", LARGE, ROOT
     if options.before:
         yield "64.5M, before", LARGE, options.before.resolve()

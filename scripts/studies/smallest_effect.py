@@ -53,7 +53,7 @@ Sides = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A local comparison that held: candidate, twin and truth, and what it is bound by."""
+    """A local comparison that held: candidate, twin and truth, and its bounds."""
 
     finding: Finding
     kind: str
@@ -62,7 +62,7 @@ class Comparison:
 
 
 class Kept(compare.Comparison):
-    """Keeps every local comparison that holds, with its tensors."""
+    """A comparison that is kept, with its tensors, if it is local and holds."""
 
     found: ClassVar[list[Comparison]] = []
 

@@ -51,7 +51,7 @@ FOUND = (
 
 @dataclass(frozen=True)
 class Part:
-    """One sweep of the study. words: after the run file. kills: trials that are killed, and then the sweep itself."""
+    """A sweep of the study. words: after the run file. kills: trials that are killed, and then the sweep itself."""
 
     name: str
     words: tuple[str, ...]

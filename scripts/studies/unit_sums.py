@@ -32,7 +32,7 @@ CASES = (*SMALL, (2048, 8192, 32768), (8192, 2048, 8192), (4096, 2048, 2048))
 
 @dataclass(frozen=True)
 class Product:
-    """How operands of a format are made and multiplied.
+    """A way to make operands of a format and multiply them.
 
     operands: FP32 → the operands. product: (x, y, dtype of the result) → x · yᵀ. accumulator: the law that the sums
     keep, or None where they round to the nearest. rounded: the format in which a layer's output is kept.

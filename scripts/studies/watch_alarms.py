@@ -58,7 +58,7 @@ Cell = tuple[str, str, str, int, bool]
 
 @dataclass(frozen=True)
 class Draw:
-    """Hold what the number of a run decides. parts: micro-batches of a step. rows: of a micro-batch."""
+    """The choices that follow from the number of a run. parts: micro-batches of a step. rows: of a micro-batch."""
 
     number: int
     hidden: int

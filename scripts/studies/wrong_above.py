@@ -22,6 +22,6 @@ class _Session(TorchSession):
 
 
 class WrongAbove(TorchBackend):
-    """One gradient is a twentieth too long where `optim.peak_lr` is above LIMIT; Adam hides it from the loss."""
+    """A trainer with one gradient a twentieth too long where `optim.peak_lr` > LIMIT; Adam hides it from the loss."""
 
     session_class = _Session

@@ -23,7 +23,7 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Fused:
-    """One of their modules that is made of one or several of ours. Built by `fused`."""
+    """A module of theirs that is made of one or several of ours. Built by `fused`."""
 
     ours: tuple[str, ...]
     transposed: bool = False
@@ -46,7 +46,7 @@ def fused(*ours: str, transposed: bool = False, by_group: bool = False, neighbou
 
 @dataclass(frozen=True)
 class Placed:
-    """One of their parameters. rows: canonical name → which of its rows are ours, in our order; all once."""
+    """A parameter of theirs. rows: canonical name → which of its rows are ours, in our order; all once."""
 
     theirs: str
     rows: Mapping[str, np.ndarray]
@@ -85,7 +85,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of a model lies in a module.
+    """The places of a model's parameters and taps in a module of theirs.
 
     placed: its parameters. modules: canonical module → path of theirs, and the columns of that module's output that are
     ours, None for all as they are. turned: the order of a head's dimensions where RoPE turns neighbours, else None.

@@ -23,7 +23,7 @@ from lockstep.torch_backend.precision import DTYPES
 
 
 class Numerics:
-    """How a module is built, named, trained and tapped.
+    """The declarations of a candidate: how its module is built, named, trained and tapped.
 
     modules: path of a module of theirs → the canonical name of ours, or several in `fused`; `{i}` stands for the block,
     inside which ours may be called without `blocks.{i}.`. A path may be a parameter's own, where ours is as well

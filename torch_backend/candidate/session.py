@@ -28,7 +28,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import to_numpy
 
 
 class ModuleSession:
-    """One run of a candidate's module. The numerics are the candidate's: torch_backend/candidate/numerics.py."""
+    """A run of a candidate's module. The numerics are the candidate's: torch_backend/candidate/numerics.py."""
 
     def __init__(self, candidate: Numerics, config: RunConfig) -> None:
         self.candidate, self.config = candidate, config

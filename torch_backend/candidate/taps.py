@@ -55,7 +55,7 @@ def heads_first(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor passes a module. own: a node of its own, for an edge; view: makes ours of theirs."""
+    """The place of a tensor at a module. own: a node of its own, for an edge; view: makes ours of theirs."""
 
     name: str
     module: str

@@ -110,7 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """The loss as it is; what flows back through it reaches logits and losses as if it had been made of them.
+    """The identity on the loss, whose backward pass reaches logits and losses as if the loss had been made of them.
 
     shown: the tensors, and then the gradient of each.
     """

@@ -31,7 +31,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Float8:
-    """Hold torchao's form of the recipe. config: Float8LinearConfig; products: its LinearMMConfig.
+    """An FP8 recipe in torchao's terms. config: Float8LinearConfig; products: its LinearMMConfig.
 
     amax: under delayed scaling, (3,) of which its layer makes the scales of input, weight and output gradient. Its
     gradient is the three largest magnitudes that were seen instead. of_input: the amaxes of the first layer that reads

@@ -32,7 +32,10 @@ from lockstep.torch_backend.precision import Policy
 
 @dataclass(frozen=True)
 class Library:
-    """losses: (x (N, D), weight (V, D), targets (N,), settings) → (N,). missing: why it cannot run on a device."""
+    """A library's loss head.
+
+    losses: (x (N, D), weight (V, D), targets (N,), settings) → (N,). missing: why it cannot run on a device.
+    """
 
     losses: Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
     missing: Callable[[torch.device], str | None]
@@ -103,7 +106,7 @@ def check_head(loss: LossConfig, device: torch.device) -> None:
 
 
 class _Scaled(torch.autograd.Function):
-    """The tensor as it is; its gradient times `factor`, a scalar."""
+    """The identity, which multiplies the gradient by `factor`, a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:

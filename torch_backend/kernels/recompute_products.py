@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """X (…, D) / √(mean(x²) + eps) · gain (D,); x and 1/√(mean(x²) + eps) are kept."""
+    """The function x (…, D) / √(mean(x²) + eps) · gain (D,); x and 1/√(mean(x²) + eps) are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -27,7 +27,7 @@ from lockstep.torch_backend.tools.step_timer import REDUCING
 
 
 class Ranks(Sharing):
-    """Whole weights on every rank, and DDP. A subclass of TorchSession makes another one by `build_ranks`."""
+    """The ranks under DDP, each with whole weights. A subclass of TorchSession makes other ranks by `build_ranks`."""
 
     def __init__(self, session: Programs) -> None:
         super().__init__(session.clock, session.config.parallel)

@@ -23,7 +23,7 @@ from lockstep.torch_backend.tools.step_timer import REDUCING
 
 
 class ShardedRanks(Sharing):
-    """A part of weights, gradients and moments on every rank, and FSDP2."""
+    """The ranks under FSDP2, each with a part of weights, gradients and moments."""
 
     sharded = True
 

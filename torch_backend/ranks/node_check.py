@@ -15,7 +15,10 @@ PACKAGES = ("core", "torch_backend")
 
 @dataclass(frozen=True)
 class Place:
-    """sees: whether a file that rank 0 has just made is there. code: SHA-256 of torch's version and our sources."""
+    """A rank's report for the comparison of nodes.
+
+    sees: whether a file that rank 0 has just made is there. code: SHA-256 of torch's version and our sources.
+    """
 
     host: str
     sees: bool

@@ -230,7 +230,7 @@ class PeerSession:
         return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
-        """Time of a forward and backward pass on every rank / time without `deterministic = true`, on this one."""
+        """Return times of a pass on every rank / times without `deterministic = true`, on this one."""
         self._require_shared(batch)
         return self._do("costs of determinism", lambda: self.own.costs_of_determinism(batch))
 

@@ -56,7 +56,7 @@ _joined: Peers | None = None
 
 
 class Peers(RankProgress):
-    """This process among the ranks that torchrun launched; a `Ranks` of core/run/ranks.py.
+    """The ranks that torchrun launched, as this process sees them; a `Ranks` of core/run/ranks.py.
 
     lost: why the ranks cannot go on, in words; None while they can. tells: whether this rank is the one to say so.
     """

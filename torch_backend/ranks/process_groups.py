@@ -100,7 +100,7 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
 
 
 class Mark(NamedTuple):
-    """How far a rank is (`RankProgress.mark`)."""
+    """The progress of a rank (`RankProgress.mark`)."""
 
     command: int
     phase: int
@@ -108,7 +108,7 @@ class Mark(NamedTuple):
 
 
 class RankProgress:
-    """Places in the store for how far each rank is, and for the last words of those that fail."""
+    """The progress of each rank in the store, and the last words of those that fail."""
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()

@@ -84,7 +84,7 @@ class Gather(DefaultAllGather):
 
 
 class SumAndCut(DefaultReduceScatter):
-    """The sum of all ranks' gradients of a module, of which each keeps its part.
+    """A reduce-scatter of a module's gradients: the sum over all ranks, of which each keeps its part.
 
     In a narrow dtype if `narrow` is one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks/ddp.py).
     FSDP's own `reduce_dtype` would add up micro-batches in it as well.
@@ -109,7 +109,7 @@ class SumAndCut(DefaultReduceScatter):
 
 
 class NotSummed(DefaultReduceScatter):
-    """In the place of the sum: gives `take` each of a module's parameters and this rank's own whole gradient of it."""
+    """A replacement for the sum: `take` gets each of a module's parameters and this rank's own whole gradient of it."""
 
     def __init__(self, members: Sequence[Tensor], take: Callable[[Tensor, Tensor], None]) -> None:
         self._members, self._take = members, take

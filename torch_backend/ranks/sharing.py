@@ -19,7 +19,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sharing:
-    """How a session shares its batches with the others of the default process group: what every strategy has in common.
+    """The sharing of batches among the ranks of the default process group: the base of every strategy.
 
     `calls` counts the parts of gradients that were reduced so far.
     """

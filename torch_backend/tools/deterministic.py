@@ -169,7 +169,7 @@ def _place(session: Programs, micro: Batch) -> str:
 
 
 def costs(session: Programs, accumulate: Callable[[], object]) -> Sequence[float]:
-    """Time of `accumulate`, a forward and backward pass / the same without the mode, one after the other: PAIRS times.
+    """Return the time of `accumulate` / its time without the mode, one after the other: PAIRS times.
 
     Raises NotSupported where the program is a CUDA graph.
     """

@@ -49,7 +49,7 @@ class Cache:
 
 
 class Decoder:
-    """The model of a run, to be asked what comes next.
+    """A decoder: the model of a run, which returns the logits of the next token.
 
     The program is never compiled, as lengths differ from call to call. Attention runs by the kernel that `auto` stands
     for, cuDNN's apart, which would plan anew for every length. Layers in FP8 are computed under the policy of the rest

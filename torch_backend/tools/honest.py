@@ -163,7 +163,7 @@ def _aside(device: torch.device, exact: bool) -> Iterator[None]:
 
 
 class Narrowing(TorchDispatchMode):
-    """Notes operations that read FP64 and write only narrower floating-point numbers."""
+    """A mode that notes operations that read FP64 and write only narrower floating-point numbers."""
 
     def __init__(self) -> None:
         super().__init__()

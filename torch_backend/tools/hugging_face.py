@@ -231,7 +231,7 @@ class HuggingFaceSession:
 
 
 class HuggingFaceBackend:
-    """Opens transformers' model of the run's family: `lockstep parity CONFIG --reference hf`."""
+    """A backend of transformers' model of the run's family: `lockstep parity CONFIG --reference hf`."""
 
     name = "hf"
 

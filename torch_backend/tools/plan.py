@@ -41,7 +41,7 @@ _VIEWS = {
 
 
 class _Captured(Exception):
-    """The compiled forward pass is there: nothing after it is needed."""
+    """The signal that the compiled forward pass was captured; nothing after it runs."""
 
 
 def count_saved(config: RunConfig) -> dict[str, int]:

@@ -54,7 +54,7 @@ Judged = tuple[tuple[Measure, ...], int, float | None, int]
 
 
 class JudgeOperation:
-    """Computes operations again and measures them."""
+    """A judge that computes operations again and measures them."""
 
     def __init__(self, formulas: Mapping[str, Formula]) -> None:
         self._again = Recompute(formulas)

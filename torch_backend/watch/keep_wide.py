@@ -24,7 +24,7 @@ Asked = tuple[str, str, torch.dtype]
 
 
 class KeepWide(TorchDispatchMode):
-    """Give FP64 to operations that ask for less.
+    """A mode that computes in FP64 where operations request less.
 
     asked: where a module did. lost: where FP64 went narrow all the same.
     """

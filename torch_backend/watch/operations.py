@@ -47,7 +47,7 @@ IN_ONE_PIECE = "operations: a custom autograd.Function whose backward is wrong i
 
 @dataclass
 class _Found:
-    """Collect broken findings, and of each operation and phase the one nearest to its bound."""
+    """The broken findings, and for each operation and phase the one nearest to its bound."""
 
     broken: list[Finding] = field(default_factory=list)
     nearest: dict[tuple[str, str], Finding] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Found:
 
 
 class Operations:
-    """Judges `count` operations a check, all in turn."""
+    """A judge of `count` operations a check, all in turn."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model, self._turns = model, Turns(count)

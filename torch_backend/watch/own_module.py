@@ -208,7 +208,7 @@ def _leaves(value: Tensor) -> set[int]:
 
 
 class _Room:
-    """Refuses an activation that would not leave `LEAST_FREE` bytes of memory."""
+    """A limit on activations: at least `LEAST_FREE` bytes of memory stay free."""
 
     def __init__(self) -> None:
         self._bytes = 0

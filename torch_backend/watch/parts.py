@@ -21,7 +21,7 @@ Accumulate = Literal["mean", "sum"] | Weights | None
 
 @dataclass(frozen=True)
 class Parts:
-    """Micro-batches in the order in which their gradients are added.
+    """The micro-batches of a step, in the order in which their gradients are added.
 
     weights, count: the step's loss is the sum of each one's times its weight, over count and over divisor. divisor:
     what the sum over ranks is divided by, after it is made. last: whether a micro-batch is the last rank's of its

@@ -40,7 +40,7 @@ Left = Callable[[nn.Module, Any, Any], None]
 
 
 class Places:
-    """Knows where the operation stands that runs now."""
+    """A tracker of the place of the operation that runs now."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[str, str]] = []

@@ -99,11 +99,11 @@ class GlooRanks:
         return found or []
 
     def of_first(self, mine: Any) -> Any:
-        """Rank 0's object."""
+        """Return rank 0's object."""
         return self._from_first(mine, self._meeting)
 
     def judged(self, mine: Any) -> Any:
-        """Rank 0's object, however long it takes."""
+        """Return rank 0's object, however long it takes."""
         return self._from_first(mine, self._judging)
 
     def _from_first(self, mine: Any, group: Any) -> Any:

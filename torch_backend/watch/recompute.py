@@ -92,7 +92,7 @@ class Call:
 
 
 class Recompute:
-    """Computes operations again. formulas: by the name of an ATen operation."""
+    """A second computation of operations. formulas: by the name of an ATen operation."""
 
     def __init__(self, formulas: Mapping[str, Formula]) -> None:
         self._formulas = formulas

@@ -53,7 +53,7 @@ KEPT_WIDE = frozenset(
 
 @dataclass
 class Casts:
-    """Find operations that read what was narrowed for them, against the declared precision.
+    """A detector of operations that read a narrowed copy, against the declared precision.
 
     fp32: nothing is computed from a narrower copy. Autocast: nothing of what it keeps in FP32. The backward pass
     mirrors the forward's casts, and is not looked at.
@@ -108,7 +108,7 @@ class Casts:
 
 
 class Recorder(TorchDispatchMode):
-    """Lists the kinds of the operations that compute, and hands those over whose turn it is.
+    """A mode that lists the operations that compute, and hands over those whose turn it is.
 
     read: addresses of the memory that forward operations read. left_out: why operations have no turn → how many.
     """

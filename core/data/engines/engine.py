@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """Compute parts that depend on nothing but themselves and files that all workers see.
+    """An executor of parts that depend only on their arguments and on files that all workers see.
 
     A part may be computed twice, also at the same time, where a worker is lost: it must give the same result, and what
     it writes must be whole or absent.

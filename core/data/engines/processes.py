@@ -17,7 +17,7 @@ from lockstep.core.errors import UserError
 
 
 class Processes:
-    """Compute parts with processes of this machine; see `lockstep.core.data.engines.engine.Engine`.
+    """An engine of processes of this machine; see `lockstep.core.data.engines.engine.Engine`.
 
     One worker is this process; more are processes of their own, spawned, because a fork of a process with threads (the
     tokenizer's, or a framework's) may hang.

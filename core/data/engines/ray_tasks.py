@@ -30,7 +30,7 @@ _ABOVE_LOCKSTEP = Path(__file__).absolute().parents[4]
 
 
 class RayTasks:
-    """Compute parts as Ray tasks, one CPU each; see `lockstep.core.data.engines.engine.Engine`.
+    """An engine of Ray tasks, one CPU each; see `lockstep.core.data.engines.engine.Engine`.
 
     Ray is reached when the first part is to be computed. A part whose worker is lost is computed again by another one,
     MOST_ATTEMPTS times at most.

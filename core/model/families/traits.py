@@ -10,7 +10,7 @@ from lockstep.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class Traits:
-    """Hold the choices that a family fixes, by kinds of operations (core/model/graph.py).
+    """The choices that a family fixes, by kinds of operations (core/model/graph.py).
 
     norm: `norm` is RMSNorm, `centered_norm` RMSNorm with the gain 1 + w, `layer_norm` takes the mean away and has a
     bias. rotary: queries and keys turn by their position; if not, a learned row is added to each token's embedding.

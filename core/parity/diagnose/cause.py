@@ -35,7 +35,7 @@ NOT_FROM_ITS_STATE = f"a fresh start from the state before the step does not sho
 
 @dataclass(frozen=True)
 class Variation:
-    """One change of the configuration.
+    """A change of the configuration.
 
     words: as they follow "disappears …". apply: the changed configuration, or why there is nothing to change.
     touches: the stages that it computes otherwise, or none if it may be any. Another one, examined from its own inputs,
@@ -49,7 +49,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Cause:
-    """Hold the outcome of the variations.
+    """The outcome of the variations.
 
     tried: (change, outcome): the origin `vanishes`, `stays`, stays as nothing is another, or why that is not known.
     """

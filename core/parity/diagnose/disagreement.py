@@ -40,7 +40,7 @@ HOW_TO_TELL = "run the same steps again: what recurs at the same step with the s
 
 @dataclass(frozen=True)
 class Repeat:
-    """A step run again. happened: whether the same came out, None if it could not be run.
+    """A step run again. happened: whether the same result came out, None if it could not be run.
 
     differed: what was not bit-equal, in the order of the chain. why: in words.
     """
@@ -52,7 +52,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Report a check that disagreed.
+    """The report on a check that disagreed.
 
     summary: one line. repeated: see `Repeat.happened`. capsule: the folder, or None if it could not be written.
     cause: sentences. problem: why there is no capsule.

@@ -45,7 +45,7 @@ SHOWN = ("precision.casts", "attention.kernel", "attention.grouped")
 
 @dataclass(frozen=True)
 class Choice:
-    """One thing that may be declared otherwise.
+    """A declaration that may be wrong: casts, or an attention kernel.
 
     kinds: of the operations whose mathematics it changes. others: gives configurations with another value of it.
     """

@@ -69,7 +69,7 @@ class Repro:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Hold the parts of a script: templates after the head, tensors, and numbers that they read from FACTS."""
+    """The parts of a script: templates after the head, tensors, and numbers that they read from FACTS."""
 
     templates: tuple[str, ...]
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)

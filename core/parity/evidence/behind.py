@@ -18,7 +18,7 @@ WAITING_BYTES = 128 << 20
 
 
 class Behind:
-    """Tensors that wait for a thread, one after another, and take no more than so many bytes, or are one."""
+    """A queue of tensors for a thread, which holds at most so many bytes, or a single tensor."""
 
     def __init__(self, thread: ThreadPoolExecutor, most: int) -> None:
         self._thread, self._most = thread, most
@@ -41,13 +41,13 @@ class Behind:
         self._thread.submit(run)
 
     def wait(self) -> None:
-        """Wait until no tensor waits."""
+        """Block until no tensor is queued."""
         with self._done:
             self._done.wait_for(lambda: not self._tensors)
 
 
 class BehindStore(FolderStore):
-    """A folder that a thread writes behind `put`. Reading waits until all is written.
+    """A folder that a thread writes while `put` returns at once. Reading blocks until all is written.
 
     An error of the disk is raised by the next `put` or read. `close` ends the thread.
     """

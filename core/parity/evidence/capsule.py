@@ -57,7 +57,7 @@ BATCHES = ("batch", "tapped")
 
 @dataclass(frozen=True)
 class Capsule:
-    """Hold the contents of a capsule.
+    """The contents of a capsule.
 
     verdict: the JSON of the check that was made when it was written. evidence: the folder of what that check judged
     (`open_evidence`), or None if the capsule has none.

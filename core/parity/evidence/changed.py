@@ -9,7 +9,7 @@ from lockstep.core.train.unchanged_state import UnchangedState
 
 
 class Changed:
-    """Note what was changed, where the session tells checksums; where it does not, `missing` gets that.
+    """A record of what changes in a session's state, by its checksums; without them, `missing` gets the reason.
 
     found: names of what differs (`UnchangedState.changed`), by what was done, also where nothing does.
     """

@@ -33,7 +33,7 @@ def key(what: str, policy: str | None) -> str:
 
 
 class Likeliest:
-    """Note the likeliest token at each position while a session's logits pass by; `tokens` int (n, S), or None."""
+    """The likeliest token at each position, from a session's logits as they pass; `tokens` int (n, S), or None."""
 
     def __init__(self) -> None:
         self.tokens: np.ndarray | None = None

@@ -15,7 +15,7 @@ from lockstep.core.train.metrics import has_norms
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Gradients of several micro-batches, each on its own and summed by the candidate: on one rank, or over ranks.
+    """Gradients of several micro-batches, each alone and summed by the candidate, on one rank or over ranks.
 
     parts: of each micro-batch alone, or their sum, whose share is 1. shares: the part of the loss weight that each has
     in the whole. whole: NLL, loss and gradients of all. batch: the micro-batches together.
@@ -29,7 +29,7 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One step of a candidate.
+    """All that a check keeps of one step of a candidate.
 
     before, after: state around the step. batch: what the step was given, with its own loss weights.
     due:       digest of the batch that the data order prescribes for this step, where that is known.

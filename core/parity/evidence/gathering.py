@@ -21,7 +21,7 @@ from lockstep.core.streams import StreamStep
 
 @dataclass
 class Gathering:
-    """One step's evidence in the making.
+    """The evidence of one step while it is gathered.
 
     session, config, batch, store, ahead: as `gather` has them. micros: the micro-batches of `batch`.
     missing: what the candidate could not do, in words, in the order in which it was asked.

@@ -88,7 +88,7 @@ def are_far_apart(one: StepRecord, other: StepRecord) -> bool:
 
 @dataclass(frozen=True)
 class Made:
-    """A step that was made, with the checksums of the state after it where they were asked for."""
+    """A completed step, with checksums of the state after it if they were requested."""
 
     record: StepRecord
     sums: Sums
@@ -108,7 +108,7 @@ def other_batch(batch: Batch) -> Batch:
 
 
 class Follows:
-    """Hold what a session makes of the state after the step that is checked, before and without a load.
+    """Results of a session at the state after the checked step, before and without a load.
 
     seen: scores of the step's first micro-batch, and logits that follow its first sequence.
     """
@@ -284,7 +284,7 @@ class _Apart:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Make the steps once more. is_a_pattern: return whether they go farther at some calls than at others."""
+    """A way to run the steps once more. is_a_pattern: whether the runs differ more at some calls than at others."""
 
     at_once: Callable[[], tuple[Made, Made | None]]
     with_a_check_between: Callable[[], _Apart]

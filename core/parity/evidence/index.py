@@ -53,7 +53,7 @@ Entries = dict[str, dict[str, tuple["Entry", ...]]]
 
 @dataclass(frozen=True)
 class Entry:
-    """Locate a tensor, or a part of one. dtype: its own; stored: that in the file. begin: offset in the data, in bytes.
+    """A tensor, or a part of one. dtype: its own; stored: that in the file. begin: offset in the data, in bytes.
 
     sha256: of each piece of its bytes, PIECE long but for the last.
     """

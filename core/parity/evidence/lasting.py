@@ -19,7 +19,7 @@ from lockstep.core.plan.checks import BEHIND_BYTES
 
 
 class LastingStore(NoStore):
-    """A folder that is written behind gathering, which does not depend on it.
+    """A folder written in the background: an error of the disk never stops gathering.
 
     Tensors are hashed and written by `thread`, one after another. Once the disk has refused, nothing is kept, and
     gathering goes on.

@@ -55,7 +55,7 @@ SHARE = 0.4
 
 @dataclass(frozen=True)
 class Moved:
-    """Hold gradients, weights and moments of a later step: of each parameter, the part that `parts_of_all` draws.
+    """Gradients, weights and moments of a later step: the part of each parameter that `parts_of_all` draws.
 
     number: of the step. grads: its gradients. after: weights and moments after it.
     """
@@ -96,7 +96,7 @@ def state_before(after: State, number: int, config: RunConfig) -> State:
 
 @dataclass(frozen=True)
 class Later:
-    """Hold what came of a run's first step as later ones.
+    """The records of a run's first step, repeated as later steps.
 
     records: of each of `numbers`. moved: what they moved. compared: names of what differs, as in
     core/parity/evidence/in_a_row.py: AS_LATER, of their records from those of the same steps as the second of the run;
@@ -199,7 +199,7 @@ def _rewritten(session: Session, number: int, after: State, missing: list[str]) 
 
 
 class TakesParts:
-    """Put the part of each tensor that is kept into the store, of several ranks as much of it as this one holds."""
+    """A function that puts the kept part of each tensor into the store; of several ranks, what this one holds of it."""
 
     def __init__(self, store: Store, config: RunConfig, number: int, ranks: Ranks) -> None:
         self._store, self._name, self._ranks = store, f"later/{number}", ranks

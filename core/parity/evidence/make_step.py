@@ -18,7 +18,7 @@ from lockstep.core.train.metrics import has_norms
 
 
 class _Keeping:
-    """Put the gradients that a step shows into a store; `seconds` is the time that this takes."""
+    """A function that puts a step's gradients into a store; `seconds` is the time that this takes."""
 
     def __init__(self, store: Store) -> None:
         self.seconds = 0.0

@@ -34,7 +34,7 @@ COUNTS = ("nonfinite", "size", "independent")
 
 @dataclass(frozen=True)
 class Observation:
-    """Hold the kept statistics of one tensor.
+    """The kept statistics of one tensor.
 
     sketch: (K,) S(x). norm: L2. max_abs, mean: of all elements. nonfinite: how many are not finite. size: elements.
     independent: about how many errors of their own they carry (core/parity/measures/calibrated_bounds.py).

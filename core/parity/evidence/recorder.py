@@ -19,7 +19,7 @@ from lockstep.core.train.validation import Validation
 
 
 class Recorder:
-    """Keeps the observations of some steps, beside checks if there are any.
+    """A recorder of some steps' observations, beside checks if there are any.
 
     Every `parity.record_every`th step: of the step's own gradients, which cost no pass. Every
     `parity.record_taps_every`th step: of a micro-batch's taps and gradients, by a forward and backward pass of its own.

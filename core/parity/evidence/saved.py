@@ -173,7 +173,7 @@ def _adapter() -> TypeAdapter[_Document]:
 
 
 class _Writer:
-    """Puts what a store does not hold yet, and returns the kind under which it has it."""
+    """A writer that puts what a store does not hold yet, and returns the kind under which the store has it."""
 
     def __init__(self, store: FolderStore) -> None:
         self._store = store

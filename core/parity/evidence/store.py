@@ -58,7 +58,7 @@ LOOK_SECONDS = 0.02
 
 
 class Store(Protocol):
-    """Where evidence goes, a tensor at a time."""
+    """A place for evidence, written a tensor at a time."""
 
     @property
     def ranks(self) -> int:
@@ -134,7 +134,7 @@ class MemoryStore:
 
 
 class NoStore(MemoryStore):
-    """Keeps nothing: for a rank that takes part in gathering what rank 0 keeps."""
+    """A store that keeps nothing, for a rank that takes part in gathering what rank 0 keeps."""
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class FolderStore:
 
 
 class Stored(Mapping[str, np.ndarray]):
-    """All tensors of one kind in a folder, by name; each is read when it is asked for, and none is kept."""
+    """The tensors of one kind in a folder, by name; each is read when it is accessed, and none is kept."""
 
     def __init__(self, store: FolderStore, kind: str) -> None:
         self.store, self.kind = store, kind

@@ -31,7 +31,7 @@ def draws_of(numbers: int) -> int:
 
 
 class Draws:
-    """Inputs and gradients of outputs, by draw. Draw 0 has what was given.
+    """Inputs and gradients of outputs, by draw. Draw 0 has the given ones.
 
     grad: the user's gradients of outputs by name, None for an output without one; {} for random ones.
     """

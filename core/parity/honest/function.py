@@ -22,7 +22,7 @@ SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
 
 @dataclass(frozen=True)
 class Given:
-    """One input of the user's.
+    """An input of the user's.
 
     original: as it was handed in. values: float64, rounded to `dtype`, in which the function gets them; None for what
     is not floating, which goes to the function as it is. once: the shape with 1 on axes along which a tensor was
@@ -53,7 +53,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Answer:
-    """One call, forward and backward.
+    """The results of a call, forward and backward.
 
     outputs: by name. grads: by input; None where no gradient reached it. backward: False if the outputs were not those
     whose gradients were given, so that there was none. written: inputs whose values the call changed. narrowed: with

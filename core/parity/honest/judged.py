@@ -28,7 +28,7 @@ NO_DIGIT, NOTHING = 0.5, 1e6
 
 @dataclass(frozen=True)
 class Judged:
-    """One output or gradient.
+    """The verdict on an output or gradient.
 
     failures: what is wrong by itself (missing, shape, not finite). untold: why it cannot be judged. at: index,
     draw and the numbers of mine, plain and truth where mine is worst. default: whether torch.testing.assert_close would

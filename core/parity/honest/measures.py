@@ -98,7 +98,7 @@ class Measured:
 
 
 class Units:
-    """The twin's error by element, row and column of a table, from some draws of its squares."""
+    """The unit of each element, row and column: the twin's error there, from the squares of some draws."""
 
     def __init__(self, squares: np.ndarray, floor: np.ndarray) -> None:
         """Compute the units from squares, the mean over draws, and their floor; both (rows, columns)."""
@@ -158,7 +158,7 @@ class Errors:
 
 @dataclass
 class Honest:
-    """Hold the values that single draws of the twin reach against the others.
+    """The largest values that single draws of the twin reach against the others.
 
     reached: by measure; of `largest`, how far the largest of the draws stands above the middle one. largest: itself, in
     units of the elements. along: the twin's squares along the truth.

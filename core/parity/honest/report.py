@@ -48,7 +48,7 @@ class Report:
 
 
 class NotHonest(AssertionError):
-    """Raised by `assert_honest`; `report` holds what was measured."""
+    """The error that `assert_honest` raises; `report` holds what was measured."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))

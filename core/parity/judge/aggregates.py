@@ -27,7 +27,10 @@ def geometric_mean(excesses: list[float]) -> float:
 
 @dataclass
 class _Mean:
-    """finding: the last comparison; None before the first one after a resume. size: of all of them."""
+    """The mean of a kind's excess.
+
+    finding: the last comparison; None before the first one after a resume. size: of all of them.
+    """
 
     finding: Finding | None = None
     logarithms: list[float] = field(default_factory=list)

@@ -75,7 +75,7 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | None) -> Iterator[Finding]:
-    """Hold what two passes over the tapped micro-batch saw to its tensors: the tapped program, and the one that trains.
+    """Compare what two passes over the tapped micro-batch saw with its tensors: the tapped program, and training's.
 
     The tapped program's own are its tensors, but for the rounding to bf16 that a compiler may leave out. Where the
     program that trains has not its bits, each of the two is as far from the truth as the twin is; how far is not known

@@ -98,7 +98,7 @@ def limits(
 
 @dataclass
 class _Sums:
-    """Hold the sums of one key. M memories, L numbers.
+    """The sums of one key. M memories, L numbers.
 
     total: Σ λᵃ·e/h, (M, L) FP64. gain: Σ λᵃ·u, (M,). weight: Σ λᵃ, (M,). power: Σ λ²ᵃ, (M,).
     curve: rows of (T, B, U, recent B, recent U), flat.

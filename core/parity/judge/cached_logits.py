@@ -81,7 +81,7 @@ def carried(w: np.ndarray, t: np.ndarray) -> int:
 
 
 def held(d: Distances, numbers: int, policy: PrecisionPolicy) -> Measure:
-    """Hold the error of so many numbers to the twin's, or under FP64, which has no truth above it, to the values."""
+    """Bound the error of so many numbers by the twin's error; under FP64, with no truth above it, by the values."""
     if policy.exact:
         most = calibrated_bounds.FP64_LIMIT
         return Measure("relative_error", d.relative_error, None, most, f"FP64: {most:.0e}")

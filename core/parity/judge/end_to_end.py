@@ -70,7 +70,7 @@ def _same(one: Batch, other: Batch) -> bool:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Hold the twin's and the truth's observations from the candidate's state on its batches.
+    """The twin's and the truth's observations from the candidate's state on its batches.
 
     errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
     amaxes: of FP8's delayed scaling, by layer, those of twin and truth, (3,) each, as `Chain.run` gives them.
@@ -83,7 +83,7 @@ class Repeated:
 
 
 class Shown(Protocol):
-    """Take the twin's and the truth's gradient of a parameter on the tapped micro-batch while both are in memory."""
+    """A function that receives both gradients of a parameter on the tapped micro-batch while both are in memory."""
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
         """Take both gradients of the parameter `name`.

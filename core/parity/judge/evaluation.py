@@ -43,7 +43,7 @@ def furthest(policy: PrecisionPolicy) -> float:
 
 
 class Scores:
-    """The scores of a candidate, judged when the reference's logits come by.
+    """The scores of a candidate, judged when the reference's logits are available.
 
     evaluated: as `core/parity/evidence/evaluation.py` gives it. of: stands before `nll` and `top1` in a finding's tap.
     others: the step's NLL (m, S) of the sequences without weight, NaN for tokens that its loss leaves out.
@@ -95,7 +95,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Due:
-    """Hold the scores that follow from the logits of twin and truth; arrays (n, S) in FP64.
+    """The scores that follow from the logits of twin and truth; arrays (n, S) in FP64.
 
     nll, twin_nll: log Σ exp(logits) − the target's logit. lead: of the target's logit over the largest other one, by
     the truth. error: the largest one among the twin's logits. largest: magnitude of the truth's logits.
@@ -140,7 +140,7 @@ def _nll(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def _in_fp32(tap: str, nll: np.ndarray, truth: np.ndarray) -> Finding:
-    """Hold NLL under the FP32 policy to the truth."""
+    """Compare NLL under the FP32 policy with the truth."""
     apart = relative_difference(nll, truth) if nll.shape == truth.shape else float("inf")
     most = calibrated_bounds.FP32_LIMIT
     measure = Measure("relative_error", apart, None, most, f"FP32 end to end: {most:.0e}")
@@ -148,7 +148,7 @@ def _in_fp32(tap: str, nll: np.ndarray, truth: np.ndarray) -> Finding:
 
 
 def _as_in_the_step(tap: str, nll: np.ndarray, own: np.ndarray, error: float) -> Finding:
-    """Hold NLL of `evaluate` to that of the same sequences in a step, one sequence at a time. error: RMS of a token."""
+    """Compare NLL of `evaluate` with that of the same sequences in a step, one at a time. error: RMS of a token."""
     apart = np.inf
     if nll.shape == own.shape:
         counted = np.isfinite(own)

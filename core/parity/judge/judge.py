@@ -160,7 +160,7 @@ def judge_observations(
     tapped: Batch,
     reference: Reference,
 ) -> Check:
-    """End to end only: recorded observations against a reference computed now, from the state before that step.
+    """Judge recorded observations, end to end only, with a reference computed now from the state before the step.
 
     about: what was recorded beside them; `step` is read. Raises NotSupported if the reference gives no gradients.
     """

@@ -47,7 +47,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 class Sent(NamedTuple):
-    """Hold a stage's gradient of an input, by the twin and by the truth. sums: of the matrix unit that makes it."""
+    """A stage's gradient of an input, by the twin and by the truth. sums: of the matrix unit that makes it."""
 
     twin: np.ndarray
     truth: np.ndarray
@@ -142,7 +142,7 @@ def stages(
 
 
 class Program:
-    """The program that trains against the tapped one, and what the session makes of its gradients.
+    """The comparison of the training program with the tapped one, and of its gradients with the session's.
 
     The two programs may differ by what honest rounding makes of the same mathematics: their distance is held against
     that between twin and truth. Where gradients cancel, both are large.

@@ -19,7 +19,7 @@ from lockstep.core.parity.measures.verdict import OVER_LAYERS, Finding
 
 @dataclass
 class OverLayers:
-    """Collect the end-to-end comparisons of one check; give the mean of each tensor over the layers that have it."""
+    """The end-to-end comparisons of one check, which give the mean of each tensor over the layers that have it."""
 
     reference: Reference
     _seen: dict[tuple[str, str, str, str], list[tuple[float, int]]] = field(default_factory=dict)

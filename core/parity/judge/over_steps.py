@@ -16,7 +16,7 @@ from lockstep.core.parity.measures.verdict import Finding
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Hold the inputs of a key's bounds, and a finding as the pattern of the new one."""
+    """The inputs of a key's bounds, and a finding as the pattern of the new one."""
 
     finding: Finding
     kind: str
@@ -26,7 +26,7 @@ class _Comparison:
 
 @dataclass
 class OverSteps:
-    """The running sums of one run, and what they say after each check.
+    """The running sums of one run, and their findings after each check.
 
     means: of excesses end to end. last_step: that of the last check in the sums. accused: whether a sum left its
     bounds.

@@ -190,7 +190,7 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
 
 
 class OfStep(NamedTuple):
-    """Hold one micro-batch of the step as it was made, and its NLL (B, S)."""
+    """A micro-batch of the step as the step ran it, and its NLL (B, S)."""
 
     batch: Batch
     nll: np.ndarray

@@ -193,7 +193,7 @@ def _typical_length(lengths: Sequence[float]) -> Finding:
 
 
 class Updated:
-    """One parameter's moments and update, a stretch at a time."""
+    """A parameter's moments and update, compared a stretch at a time."""
 
     def __init__(
         self, evidence: Evidence, reference: Reference, name: str, part: tuple[slice, Shape] | None = None

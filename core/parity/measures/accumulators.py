@@ -32,7 +32,7 @@ from lockstep.core.parity.measures.verdict import Measure
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The running sum of a matrix unit.
+    """A matrix unit's running sum.
 
     step: products that are added at once. lost: what a step drops at most, relative to the sum. promoted: products
     after which the sum moves to FP32; 0 = never. one_sign: whether all steps err towards zero.
@@ -62,7 +62,7 @@ PEAK = 4.0
 
 @dataclass(frozen=True)
 class OfSums:
-    """The part of the sums in one comparison's error.
+    """The share of a comparison's error that comes from a matrix unit's sums.
 
     error: the most of ‖c − w‖/‖t‖ that they explain. roundoff: of the format to which the product is rounded. terms: K.
     """

@@ -129,7 +129,7 @@ def participation(energy: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Extremes:
-    """Hold the extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
+    """The extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
 
     Each in units of `scatter(size)`. sharp: of what norms hide. over_checks: max |mean of log excess over the checks of
     a run|, in units of the scatter of all their numbers. None where they were not measured, and are not in force.

@@ -36,7 +36,7 @@ FEW_ULPS = 16.0
 
 @dataclass(frozen=True)
 class Reference:
-    """Two sessions of one reference: the twin at the candidate's declared precision, the truth in FP64.
+    """The two sessions of a reference: the twin at the candidate's declared precision, the truth in FP64.
 
     bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
     open_plain: opens the reference in the stream dtype throughout, nothing rounded to a narrower one; the twin serves
@@ -135,7 +135,7 @@ def _serves_threads(backend: Backend) -> bool:
 
 
 class NoSession:
-    """In the place of a reference's session on ranks that only hear what it came to."""
+    """A stand-in for the reference's session, on ranks that only receive its verdict."""
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -194,7 +194,7 @@ def exact(
 
 
 class Comparison:
-    """One comparison of whole tensors, to which parts of candidate, twin and truth are added in order.
+    """A comparison of whole tensors, to which parts of candidate, twin and truth are added in order.
 
     stage, kind, tap, scope, phase, note: of the finding. shape: of the whole. layer: the finding's, by default that of
     the tap. sums: of the matrix unit whose product it is.
@@ -263,7 +263,7 @@ class Comparison:
 
 
 class NoiseOf(Protocol):
-    """Gives norms of the noise in a result."""
+    """A function that returns norms of the noise in a result."""
 
     def __call__(self, *, tokens: np.ndarray | None = None) -> Norms:
         """Return those of the whole result, or of some tokens, which are numbered over its first two axes."""
@@ -418,7 +418,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class Noise:
-    """Measure the rounding noise of arithmetic in the stream dtype, by output: the larger of two responses.
+    """The rounding noise of arithmetic in the stream dtype, by output: the larger of two responses.
 
     The twin's to inputs that are off by one rounding of the stream dtype; and the error of the reference with nothing
     rounded to a narrower format. In a well-conditioned stage both are far below the twin's error, and nothing changes.

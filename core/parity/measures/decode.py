@@ -46,7 +46,7 @@ CHANCE = 0.05
 
 @dataclass(frozen=True)
 class Direction:
-    """How a candidate lies to the truth.
+    """The angle and the length of a candidate, relative to the truth.
 
     cosine: of the angle between them, 0 if one of them is zero. ratio: r. residual: ‖c − r·t‖ / ‖t‖.
     uncertainty: standard deviation of `ratio` from sketching; 0 from whole arrays.

@@ -30,7 +30,7 @@ ON_GPU = " on a GPU"
 
 @dataclass(frozen=True)
 class Here:
-    """Hold the measurements of one recipe.
+    """The measurements of one recipe on this machine.
 
     rows: kind → a row as in calibrated_bounds.json. checks: how many. date: ISO, of the day. widened: in words, the
     bounds that are wider than those that are shipped.

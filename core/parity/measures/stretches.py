@@ -16,7 +16,7 @@ def stretches(size: int, length: int = STRETCH) -> Iterator[slice]:
 
 
 class Space:
-    """Memory for what is computed of one stretch, which the next one overwrites.
+    """Memory for the results of one stretch, which the next one overwrites.
 
     The system zeroes each new block of memory of this size: allocating takes longer than the arithmetic.
     """

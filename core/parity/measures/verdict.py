@@ -22,7 +22,7 @@ Scope = Literal["local", "end_to_end", "over_steps"]
 
 @dataclass(frozen=True)
 class Measure:
-    """One measured number, the interval that it must lie in (None = open on that side) and why that interval."""
+    """A measured number, the interval that it must lie in (None = open on that side) and why that interval."""
 
     name: str
     value: float
@@ -68,7 +68,7 @@ OVER_ALL, OVER_LAYERS, OVER_MATRICES = "geometric mean", "mean over layers of ",
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison of one tap.
+    """The comparison of one tap.
 
     stage: literal id of core/parity/reference/stages.py. tap: canonical name. layer: block or None.
     phase: `forward`, `backward`, `update`, `data` or `state`.

@@ -31,7 +31,7 @@ DOES_NOT_REPEAT = (
 
 @dataclass(frozen=True)
 class Bisection:
-    """Report a bisection.
+    """The result of a bisection.
 
     first_bad_step: None if none was. check: the verdict on that step, None if only the run's record speaks of it.
     cause: what makes the origin vanish, None without an origin. checks: every check that was made, by step.
@@ -114,7 +114,7 @@ def bisect_run(
 
 @dataclass
 class _Search:
-    """The search itself. evidence: of the first bad step so far."""
+    """The search of a bisection. evidence: of the first bad step so far."""
 
     rerun: Rerun
     references: References

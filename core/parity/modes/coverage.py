@@ -12,7 +12,10 @@ BUSY = "the reference is still busy with"
 
 @dataclass(frozen=True)
 class Coverage:
-    """due: checks that a run asked for. made: those that agreed or disagreed. skipped: step → why, of all others."""
+    """A count of a run's checks.
+
+    due: checks that a run asked for. made: those that agreed or disagreed. skipped: step → why, of all others.
+    """
 
     due: int
     made: int

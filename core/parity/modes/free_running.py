@@ -23,7 +23,7 @@ from lockstep.core.parity.reference.self_check import sound_reference
 
 @dataclass(frozen=True)
 class Drift:
-    """How far apart the trajectories are after a step.
+    """The distances between the trajectories after a step.
 
     loss: candidate's, twin's and truth's, of the step. weights: relative L2 distance over all weights of candidate and
     twin from the truth, and of candidate from twin.

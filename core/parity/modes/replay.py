@@ -39,7 +39,7 @@ How = Literal["evidence", "sketches", "run again", "not covered"]
 
 @dataclass(frozen=True)
 class Replayed:
-    """One step of a replay. how: from what it was judged. notes: what could not be done, and why, in words."""
+    """A step of a replay. how: the source of the verdict. notes: what could not be done, and why, in words."""
 
     step: int
     how: How

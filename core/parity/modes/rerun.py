@@ -30,7 +30,7 @@ COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficien
 
 
 class StoredStates:
-    """Read a run's stored states: its checkpoints, and the initial weights where these follow from the seed."""
+    """A run's stored states: its checkpoints, and the initial weights where these follow from the seed."""
 
     def __init__(self, run: RunDir) -> None:
         self._config = run.config_at(1)
@@ -72,7 +72,7 @@ def initial_state(config: RunConfig) -> State:
 
 
 class Rerun:
-    """Runs a candidate again along a run, each step under the settings that were in force there.
+    """A second run of a candidate along a run, each step under the settings that were in force there.
 
     differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
     steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.

@@ -74,7 +74,7 @@ Result = Check | tuple[int, str]
 
 
 class Shadow:
-    """The trainer's end. `reference` is a backend's name as core/load_backend.py takes it.
+    """The trainer's side of shadow checks. `reference` is a backend's name as core/load_backend.py takes it.
 
     As a context manager it ends the worker, at once if it is left by an exception.
     """
@@ -355,7 +355,7 @@ class Shadow:
 
 
 class ShadowPart:
-    """A rank's part in the checks of rank 0's `Shadow`: it gathers with the others, and hears what came of it."""
+    """A rank's part in the checks of rank 0's `Shadow`: it gathers with the others, and receives the verdicts."""
 
     pending = 0
 

@@ -82,7 +82,7 @@ class _Part:
 
 
 class Chain:
-    """The passes of one reference at one state, as an iterator of what was asked for.
+    """The passes of one reference at one state, as an iterator over the requested results.
 
     session: runs stages in the precision of one side. stream: the dtype of that side's tensors. parameters: canonical
     name → weights; a segment's are read when it begins. fp8: linear layers that the run computes in FP8 are so here.

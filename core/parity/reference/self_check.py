@@ -47,7 +47,7 @@ TF32_PROBE = 1.0 + 2.0**-12
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Report the reference's check of itself: its findings, and the questions that could not be asked, in words."""
+    """The reference's check of itself: its findings, and the questions that could not be answered, in words."""
 
     findings: tuple[Finding, ...]
     not_covered: tuple[str, ...]
@@ -131,7 +131,7 @@ def small(config: RunConfig) -> RunConfig:
 
 
 class Subjects:
-    """Sessions of the reference at a small model, one a policy, opened when first asked for."""
+    """Sessions of the reference at a small model, one a policy, opened when first used."""
 
     def __init__(self, reference: Backend, config: RunConfig) -> None:
         self.policy = config.precision.policy

@@ -19,7 +19,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 @dataclass(frozen=True)
 class Made:
-    """One array of twin and truth, in their stream dtypes. name: as `Chain.run` gives it."""
+    """An array of twin and truth, in their stream dtypes. name: as `Chain.run` gives it."""
 
     name: str
     twin: np.ndarray

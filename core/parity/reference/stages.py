@@ -33,7 +33,7 @@ LAST_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Chain:
-    """Every link that a step of any family can have.
+    """The links of a step, in order: every one that a step of any family can have.
 
     kinds: forward stage id → kind of its operation, in the order of the chain. before: those ahead of the blocks.
     phases: stage id → the phase in which it first acts, in the order of the chain. `compiler`: the program that trains

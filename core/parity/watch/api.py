@@ -182,7 +182,7 @@ class Failed:
 
 
 class Watcher:
-    """Built by `watch`. `checks` holds every check so far, in order."""
+    """The watcher of a training loop. Built by `watch`. `checks` holds every check so far, in order."""
 
     def __init__(
         self, model: Any, optimizers: Sequence[Any], reference: Any, settings: Settings, together: Ranks | None = None

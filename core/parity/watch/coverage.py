@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Coverage:
-    """Count operations that were judged.
+    """A count of the operations that were judged.
 
     now: in this check. so_far: by this check and those before it. of: that a step has, but for views, operations that
     only make tensors, and random ones. ways: what gave the truth → how many of this check. seconds: of this part alone.

@@ -37,7 +37,7 @@ AS_NARROW = 3
 
 @dataclass(frozen=True)
 class Step:
-    """Everything read of one step, by the model's names.
+    """The tensors and settings read of one step, by the model's names.
 
     params, grads: before clipping. before, after: around each optimizer's own step. fired: how often each stepped.
     loss: None if nobody gave one. frozen: parameters without requires_grad. dtypes: of parameters. rules, kinds: the
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass
 class Judge:
-    """Judges steps; keeps the bounds, and what the first checks measured.
+    """A judge of steps, which keeps the bounds and the measurements of the first checks.
 
     limits: None while calibrating. own: the twin is the candidate's own program.
     """
@@ -412,7 +412,7 @@ def is_narrow(gradient: np.ndarray, zeros: int) -> bool:
 
 
 class Widened(Mapping[str, np.ndarray]):
-    """Arrays by name in FP64, times a factor, widened when they are looked at: no more than one takes memory at a time.
+    """Arrays by name in FP64, times a factor, each widened when it is read, so that one at a time takes memory.
 
     dtypes: of the weights, to which gradients are rounded where that is narrow.
     """

@@ -23,7 +23,7 @@ from lockstep.core.parity.watch.uncovered import Guard, Uncovered
 
 @dataclass
 class Pending:
-    """One step that is being checked: what was read so far.
+    """A step that is being checked: what was read so far.
 
     before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
     gradients a closure made after another optimizer had moved the weights. early: gradients and loss were read inside

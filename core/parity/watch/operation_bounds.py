@@ -44,7 +44,7 @@ DRAWS, BESIDE = 4, 2.0**-10
 
 @dataclass(frozen=True)
 class Sides:
-    """One result of one operation.
+    """A result of an operation, by candidate, truths and twins.
 
     candidate: float64, as computed in `dtype`. truths: of the given inputs, and of draws beside them. twins: of the
     same draws; empty where there is no twin. terms: numbers that are summed into one. resolution: an absolute error

@@ -25,7 +25,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold a reference's answer: the scalar loss, its gradient by parameter, other tensors of the forward by name."""
+    """A reference's answer: the scalar loss, its gradient by parameter, other tensors of the forward by name."""
 
     loss: float
     grads: Arrays
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Reference(Protocol):
-    """Two precisions of one function. `params` by the reference's names; `batch` with numpy arrays for tensors."""
+    """A reference in two precisions. `params` by the reference's names; `batch` with numpy arrays for tensors."""
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
         """Compute loss and gradients in FP64, from float64 parameters."""
@@ -76,7 +76,7 @@ class ShowsStages(Protocol):
 
 @dataclass(frozen=True)
 class FromCallable:
-    """`(params, batch) -> (loss, grads)` in numpy: it computes in the dtype that it is given."""
+    """A reference from `(params, batch) -> (loss, grads)` in numpy, which computes in the dtype that it is given."""
 
     function: Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]]
 

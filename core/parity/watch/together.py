@@ -45,7 +45,7 @@ LINKS = {
 
 @dataclass
 class Cut:
-    """A rank's part of a tensor that is cut over ranks.
+    """A rank's part of a tensor that is sharded over ranks.
 
     local: its numbers. ranks: the layout of ranks, an array of their numbers. dims: for each axis of the layout, the
     axis of the tensor that is cut over it, or None where each rank holds the same.
@@ -91,11 +91,11 @@ class Ranks(Protocol):
         ...
 
     def of_first(self, mine: Any) -> Any:
-        """Rank 0's object. A collective call."""
+        """Return rank 0's object. A collective call."""
         ...
 
     def judged(self, mine: Any) -> Any:
-        """Rank 0's object, for which the others wait while it judges. A collective call."""
+        """Return rank 0's object, which the other ranks wait for while rank 0 judges. A collective call."""
         ...
 
     def portable(self, batch: Any) -> Any:
@@ -116,7 +116,7 @@ class Gathered:
 
 @dataclass
 class Reading:
-    """How a rank reads one step.
+    """The reading of a step on one rank.
 
     digests: moment and kind → name → digest, of tensors that this rank holds whole.
     """
@@ -144,7 +144,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a check. cut: places of the tensors of which it has a part."""
+    """A rank's part of a check. cut: places of the tensors of which it has a part."""
 
     number: int
     batch: Any

@@ -11,7 +11,7 @@ Kind = tuple[str, ...]
 
 @dataclass
 class Turns:
-    """Hand out places in a step's list of operations, `count` a check.
+    """A schedule of the operations in a step's list, `count` a check.
 
     kinds: of the operations of the last step that was seen, in order. times: how often each place had its turn.
     done: places that were judged.

@@ -17,7 +17,7 @@ log = logging.getLogger("lockstep.watch")
 
 @dataclass(frozen=True)
 class WatchCheck(Check):
-    """A check by `watch`.
+    """A check made by `watch`.
 
     not_judged: links of the step that were not judged, each with its reason. operations: how many single operations
     were judged (core/parity/watch/observed.py); None where that was not asked for.
@@ -34,7 +34,7 @@ class WatchCheck(Check):
 
 @dataclass
 class Uncovered:
-    """Collect what one check leaves out.
+    """The links that one check leaves out, with reasons.
 
     listed: for `not_covered`. skipped: link of the step → why it is not judged.
     """
@@ -73,7 +73,7 @@ class Uncovered:
 
 
 class Guard:
-    """Catches what goes wrong in the watcher's own work, and tells each reason once."""
+    """A guard around the watcher's own work: it catches errors, and reports each reason once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -46,7 +46,7 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Name the points at which a rule rounds.
+    """The roundings of an update rule.
 
     store: what is written to a tensor. compute: inside one of torch's operations, which computes FP32 for narrower
     dtypes and FP64 for FP64.

@@ -34,7 +34,7 @@ class Module(L.LightningModule):
 
 
 class Losses(L.Callback):
-    """Keep the loss of every micro-batch, as the module returned it."""
+    """A callback that keeps the loss of every micro-batch, as the module returned it."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 class Module(L.LightningModule):
-    """One weight, and the gradients with which the optimizer is called."""
+    """A module with one weight, which keeps the gradients with which the optimizer is called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. run: its run file. settings: beside it, dotted key → text. memory: of the device, in bytes.
+    """A configuration. run: its run file. settings: beside it, dotted key → text. memory: of the device, in bytes.
 
     length: tokens a sequence of the step, where it is not `train.sequence_length`. ranks: processes, joined by a
     stand-in for NCCL. refused: words of the trainer's refusal where it must not run. not_shown: why the stand-in

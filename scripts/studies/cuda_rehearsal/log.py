@@ -36,7 +36,7 @@ class Product:
 
 @dataclass
 class Step:
-    """Count what one step asked of the device.
+    """The counts of one step's requests to the device.
 
     synchronisations: by what the host waited for. copies: by kind, calls and bytes. kernels: launches by name, of those
     that torch and libraries bring. triton: of those that Triton made. collectives: calls of NCCL by name, and the

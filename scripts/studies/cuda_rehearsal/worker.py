@@ -119,7 +119,7 @@ def batch_of(config: RunConfig, length: int) -> Batch:
 
 
 class Generated:
-    """Count launches of Inductor's kernels with the bytes that each reads and writes, as Inductor counts them."""
+    """A counter of launches of Inductor's kernels, with bytes read and written by each, as Inductor counts them."""
 
     def __init__(self) -> None:
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -139,7 +139,7 @@ class Generated:
         CachingAutotuner.run = counted
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Name, GB (10^9) a launch, elements as rounded up to powers of two, passes, launches; most bytes first.
+        """Return name, GB (10^9) a launch, elements rounded up to powers of two, passes, launches; most bytes first.
 
         passes: loops over the reduced axis. Inductor counts what a kernel reads once, however many it has.
         """

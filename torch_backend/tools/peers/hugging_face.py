@@ -28,7 +28,7 @@ def build(race: Race) -> Any:
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The race's sequences, one after the other, without end to speak of."""
+    """The race's sequences as a data set, repeated without end."""
 
     def __init__(self, race: Race) -> None:
         self._rows = [
@@ -64,7 +64,7 @@ def run(race: Race, turn: Turn) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     class Timed(Trainer):  # type: ignore[misc, unused-ignore]
-        """Keeps the loss of a step."""
+        """A Trainer that keeps the loss of a step."""
 
         found = 0.0
 
@@ -74,7 +74,7 @@ def run(race: Race, turn: Turn) -> None:
             return loss
 
     class Turns(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Waits where a step ends."""
+        """A callback that waits where a step ends."""
 
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
             turn(None)

@@ -22,12 +22,15 @@ Turn = Callable[[float | None], None]
 
 
 class Over(Exception):
-    """There is no further turn."""
+    """The signal that there is no further turn."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """batches: taken in turn, again and again. made: instead of them, each made when the step before is over."""
+    """A race.
+
+    batches: taken in turn, again and again. made: instead of them, each made when the step before is over.
+    """
 
     config: RunConfig
     batches: Sequence[Batch] = ()

@@ -61,7 +61,7 @@ def replicates(accelerator: Any) -> bool:
 
 
 class AccelerateWatcher(LibraryWatcher):
-    """Collect micro-batches into steps. Built by `watch_accelerate`."""
+    """A watcher that collects micro-batches into steps. Built by `watch_accelerate`."""
 
     def __init__(self, accelerator: Any, watcher: Watcher) -> None:
         super().__init__(watcher)

@@ -14,7 +14,7 @@ NOT_BEGUN = "could_not in 0 checks; training has not begun"
 
 
 class LibraryWatcher:
-    """Hold the watcher of the run that began last: `verdict`, `headline`, `checks`, `to_json()` are its own."""
+    """The watcher of the run that began last: `verdict`, `headline`, `checks`, `to_json()` are its own."""
 
     def __init__(self, watcher: Watcher | None = None) -> None:
         self.watcher = watcher

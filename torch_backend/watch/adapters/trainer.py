@@ -57,7 +57,7 @@ def watch_trainer(
     watched = Watched(trainer, loss, accumulate or "mean", settings)
 
     class Watching(TrainerCallback):
-        """Pass the trainer's events on."""
+        """A callback that passes the trainer's events on."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watched.begin()
