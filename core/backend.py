@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Its arrays by name, in the order of the digest; `documents` only where there are any."""
+        """The arrays by name, in the order of the digest; `documents` only where there are any."""
         found = {"tokens": self.tokens, "targets": self.targets, "weights": self.weights}
         return found if self.documents is None else {**found, "documents": self.documents}
 

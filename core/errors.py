@@ -22,7 +22,7 @@ class UserError(ValueError):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One thing that is wrong each."""
+        """The faults, one a line."""
         return self.args
 
     def __str__(self) -> str:

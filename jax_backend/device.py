@@ -1,4 +1,4 @@
-"""Where the reference computes: JAX's own choice, or the GPU within a part of its memory.
+"""The device of the reference: JAX's own choice, or the GPU within a part of its memory.
 
 JAX takes its settings when it first searches for devices, once for a process.
 """

@@ -1,4 +1,4 @@
-"""Every stage of the forward chain as a function of its own inputs, so that the reference can judge one stage alone.
+"""The stages of the forward chain as functions of their own inputs, so that the reference can judge one stage alone.
 
 Input and output names are those of core/parity/reference/stages.py. The functions are the model's own methods.
 """

@@ -1,4 +1,4 @@
-"""Which kernel computes attention, and how documents enter it. Twin: jax_backend/attention.py, written out.
+"""The kernels of attention, and how documents enter it. Twin: jax_backend/attention.py, written out.
 
 `auto` is `math` or `flash` on the CPU (core/config/auto.py: a session settles it), and on CUDA the first of cuDNN,
 flash, memory-efficient and written-out attention that can. Any other name is that kernel or an error (`check_kernel`),

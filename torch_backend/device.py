@@ -1,4 +1,4 @@
-"""Which device a run computes on."""
+"""The device that a run computes on."""
 
 from __future__ import annotations
 

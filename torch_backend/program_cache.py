@@ -1,4 +1,4 @@
-"""Which programs torch.compile may take from its cache without tracing them again.
+"""Keys of the programs that torch.compile may take from its cache without tracing them again.
 
 The cache of AOTAutograd (torch/_functorch/_aot_autograd/autograd_cache.py) keeps a traced and compiled program by the
 graph that Dynamo has made. By default it leaves out graphs with custom autograd functions, though their backward is in
@@ -49,7 +49,7 @@ def settings_of(session: type) -> dict[str, Any]:
 
 @cache
 def installed() -> str:
-    """Digest of the names and versions of the packages that are installed."""
+    """Return a digest of the names and versions of the packages that are installed."""
     folders = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     names = sorted(entry.name for folder in folders for entry in folder.glob("*.dist-info"))
     return sha256("\n".join(names).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Every stage of the forward chain as a function of its own inputs, with its backward. Twin: jax_backend/stages.py.
+"""The stages of the forward chain as functions of their own inputs, with backward. Twin: jax_backend/stages.py.
 
 Input and output names are those of core/parity/reference/stages.py. The functions are the model's own methods, so that
 a session of a changed model judges by what that model does.

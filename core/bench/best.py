@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Its choices in words."""
+        """The choices in words."""
         return ", ".join(f"{lever} {choice}" for lever, choice in self.choices)
 
 

@@ -195,7 +195,7 @@ class TrainConfig(Section):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every number of tokens a sequence that a step of the run has, in the run's order."""
+        """The sequence lengths in tokens of the run's steps, each once, in the run's order."""
         return tuple(dict.fromkeys(piece.length for piece in pieces(self.curriculum))) or (self.sequence_length,)
 
     @property
@@ -306,7 +306,7 @@ class PrecisionConfig(Section):
 
     @property
     def fp8(self) -> Recipe | None:
-        """Which numbers share a scale in FP8, as `PrecisionPolicy.fp8`; None without FP8."""
+        """The numbers that share a scale in FP8, as `PrecisionPolicy.fp8`; None without FP8."""
         return self.chosen.fp8
 
     @property

@@ -1,4 +1,4 @@
-"""Which sources of a mixture have one sample more than the others in a period: an exact function of its number."""
+"""The sources of a mixture with one sample more than the others in a period: an exact function of its number."""
 
 from __future__ import annotations
 

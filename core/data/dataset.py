@@ -162,7 +162,7 @@ class TokenDataset:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that the tokenizer has."""
+        """The tokenizer's largest token id, plus one."""
         return self.index.vocab_size
 
     @property

@@ -1,4 +1,4 @@
-"""One worker's work: the documents of one shard, read, encoded and written."""
+"""The work of one worker: the documents of one shard, read, encoded and written."""
 
 from __future__ import annotations
 

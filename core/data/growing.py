@@ -195,7 +195,7 @@ class PlannedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that the tokenizer has."""
+        """The tokenizer's largest token id, plus one."""
         return self._tokenizer.vocab_size
 
     @property

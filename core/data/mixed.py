@@ -207,7 +207,7 @@ class TokenMixture:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that the tokenizer has."""
+        """The tokenizer's largest token id, plus one."""
         return self.sources[0].vocab_size
 
     @property

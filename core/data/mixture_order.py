@@ -1,4 +1,4 @@
-"""From the number of a sample of a mixture to its source, and to its number within that source: a pure function.
+"""The order of a mixture: a pure function from a sample's number to its source and its number within that source.
 
 The bound. Let L = 2**20 (`PERIOD`), w[s] the share of source s, and count[s](a) its samples among a, …, a + L - 1.
 
@@ -107,7 +107,7 @@ class MixtureOrder:
 
     @cached_property
     def usual(self) -> tuple[int, ...]:
-        """1 for each source of S*, which the pattern has chosen, else 0."""
+        """The pattern's choice: 1 for each source of S*, else 0."""
         chosen = PERIOD - sum(self.base)
         largest = sorted(range(len(self.rates)), key=lambda source: (-self.rates[source], source))[:chosen]
         return tuple(int(source in largest) for source in range(len(self.rates)))

@@ -1,4 +1,4 @@
-"""From a position in the run to a position in the data: a pure function, so resuming needs no state."""
+"""The order of samples: a pure function from a position in the run to one in the data; resuming needs no state."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Dataset(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that the tokenizer has."""
+        """The tokenizer's largest token id, plus one."""
         ...
 
     @property

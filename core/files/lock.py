@@ -1,4 +1,4 @@
-"""One writer a folder: an advisory lock that the operating system takes back when its holder dies."""
+"""An advisory lock of a folder for one writer, which the operating system releases when its holder dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which texts can be paths at all, before anything is asked of the file system."""
+"""Texts that can be paths at all, checked before any call of the file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run as a row: its state, how far it has come, and the settings that it was made with."""
+"""A run as a row: its state, how far it has come, and the settings that it was made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run reads its data: each data set's share, and how often the run passes over it."""
+"""A run's use of its data: each data set's share, and how often the run passes over it."""
 
 from __future__ import annotations
 

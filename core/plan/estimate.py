@@ -1,4 +1,4 @@
-"""One configuration on one kind of device: does it fit, how long does a step take, what does the run cost."""
+"""The estimate of a configuration on a kind of device: whether it fits, seconds of a step, cost of the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all devices."""
+        """The tokens a second of all devices together."""
         train = self.config.train
         return None if self.seconds is None else train.batch_size * train.sequence_length / self.seconds.step
 

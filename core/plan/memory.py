@@ -176,7 +176,7 @@ class Passes:
 
     @property
     def whole(self) -> Phase:
-        """All three in a row."""
+        """The three passes in a row."""
         return self.forward + self.head + self.backward
 
 

@@ -68,5 +68,5 @@ class Tape:
 
     @property
     def phase(self) -> Phase:
-        """From the start until now."""
+        """The phase from the start until now."""
         return Phase(self._now - self._start, self._most - self._start, self._made)

@@ -43,7 +43,7 @@ def model_rows(estimate: Estimate) -> Rows:
 
 
 def peak_words(estimate: Estimate) -> str:
-    """State the peak that utilisation is relative to."""
+    """Return, in words, the peak that utilisation is relative to."""
     peak = f"{estimate.peak_flops / 1e12:,.1f} TFLOP/s, dense"
     sparse = " (1979 is the sparse one)" if round(estimate.peak_flops / 1e11) == 9894 else ""
     return f"{peak}{sparse}"

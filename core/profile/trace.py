@@ -38,7 +38,7 @@ class Event:
 
     @property
     def span(self) -> Span:
-        """(start, stop)."""
+        """The interval (start, stop)."""
         return self.start, self.stop
 
 

@@ -1,4 +1,4 @@
-"""From a run directory to one HTML file that needs nothing but a browser."""
+"""A run directory's report: one HTML file that needs only a browser."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Checks:
 
     @property
     def verdict(self) -> str:
-        """As `lockstep.core.parity.measures.verdict.overall` has it; `not_checked` if no check was ever due."""
+        """The verdict by `lockstep.core.parity.measures.verdict.overall`; `not_checked` if no check was ever due."""
         if self.counts["disagreed"]:
             return "disagreed"
         if self.unread or self.damaged:

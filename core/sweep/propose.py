@@ -1,4 +1,4 @@
-"""Which points a sweep tries: a function of the space, the seed and what earlier rounds have shown, and nothing else.
+"""The points that a sweep tries: a function of the space, the seed and the results of earlier rounds alone.
 
 A point is drawn in a study that lives in memory for that alone. So a sweep that was killed while it proposed draws the
 same points again, and neither the engine nor the number of jobs has a part in it.

@@ -1,4 +1,4 @@
-"""One trial: `lockstep train` in a process of its own, begun, gone on with after a kill, and given up by the pruner."""
+"""A trial: `lockstep train` in a process of its own, started, resumed after a kill, and ended by the pruner."""
 
 from __future__ import annotations
 

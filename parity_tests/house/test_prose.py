@@ -1,7 +1,8 @@
 """Docstrings, comments and messages are plain English: the subject or the verb comes first, and code is no person.
 
-ruff's D401 holds the first line of a docstring to the imperative. This file denies a few words on top, in the sources
-and in the tests. It does not read Markdown, nor names.
+This file denies a few words in the sources and in the tests. It does not read Markdown, nor names. In the sources, the
+docstring of a function begins with a verb of verbs.txt (ruff's D401 holds the form of verbs, and lets nouns pass); the
+docstring of a class or a property states what it is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,16 @@ PERSONS = r"says|(?:is|are|was|were|be|been) told|gives? way|looks|waits? for no
 # A sentence begins a text or a paragraph, or follows the end of another one.
 DENIED = re.compile(rf"(?:\A|(?<=[.!?:] )|(?<=[.!?]\) )|(?<=\n))(?:{FIRST_WORDS})\b|\b(?:{PERSONS})\b")
 ANY = re.compile(rf"\b(?:{FIRST_WORDS}|{PERSONS})\b|told")
+# The verbs with which the docstring of a function begins. A verb that is missing is added to the file.
+VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
+# Verbs that are nouns as well are nouns before one of these: "Time of a step", "Step → file".
+AFTER_NOUNS = (["of"], ["→"])
+# The docstring of a class or a property that begins with one of these does not state what it is.
+NO_SUBJECT = re.compile(
+    "About|After|Although|As|At|Because|Before|By|Everything|For|From|How|If|In|Its|Nothing|On|One|Over|So|Something|"
+    "Under|Until|When|Where|Whether|Which|While|Why|With|Without|X"
+)
+FIELD = re.compile("[a-z_]+:")
 # These files have the words and the planted sentences: this one, and the one that reads the pages.
 OWN = ("parity_tests/house/test_prose.py", "parity_tests/house/test_pages_prose.py")
 
@@ -72,6 +84,29 @@ def denied(source: str) -> list[tuple[int, str]]:
     ]
 
 
+def is_property(node: ast.AST) -> bool:
+    """Return whether a node is a property: its docstring is that of a value."""
+    return any("property" in ast.unparse(found) for found in getattr(node, "decorator_list", ()))
+
+
+def misbegun(source: str) -> list[tuple[int, str]]:
+    """Return (line, first words) of each docstring of a function without a verb, or of a class without a subject."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if not (words := (ast.get_docstring(node) or "").split()):
+            continue
+        first = words[0].rstrip(".,;:")
+        if isinstance(node, ast.ClassDef) or is_property(node):
+            wrong = bool(NO_SUBJECT.fullmatch(first) or FIELD.fullmatch(words[0]))
+        else:
+            wrong = first not in VERBS or words[1:2] in AFTER_NOUNS
+        if wrong:
+            found.append((node.body[0].lineno, " ".join(words[:6])))
+    return found
+
+
 def sources(root: Path) -> Iterator[Path]:
     """Yield the Python files of the rooms, each once: links between rooms are left out."""
     for room in ROOMS:
@@ -87,6 +122,65 @@ def test_no_text_has_a_denied_word() -> None:
         for line, words in denied(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(["write it with the subject first, and code as no person:", *found])
+
+
+def test_docstrings_begin_with_a_verb_or_state_a_thing() -> None:
+    found = [
+        f"{path.relative_to(REPO)}:{line}: {words}…"
+        for path in sources(REPO)
+        if path.relative_to(REPO).parts[0] != "parity_tests"
+        for line, words in misbegun(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(["begin with a verb of verbs.txt, or state what the class or property is:", *found])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "One line of the table.",
+        "How often a host waits.",
+        "Bytes that a step needs.",
+        "Tokens, targets and weights.",
+        "See `Store`.",
+        "As `Store.put`.",
+        "Σ weight·loss / total.",
+        "x (…, D) → (…, D).",
+        "`step`, and its gradients.",
+        "(layers,) float64.",
+        "rows: gives the sequences.",
+        "Time of a step.",
+        "Step → file of what was observed.",
+    ],
+)
+def test_a_docstring_without_a_verb_is_seen(text: str) -> None:
+    assert len(misbegun(f'def f():\n    """{text}"""\n')) == 1
+    assert len(misbegun(f'class C:\n    async def f(self):\n        """{text}"""\n')) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["How a rank reads.", "Where evidence goes.", "One run.", "Everything read.", "X (…, D).", "saved: bytes."]
+)
+@pytest.mark.parametrize("form", ["class C:\n    {}\n", "class C:\n    @property\n    def f(self):\n        {}\n"])
+def test_a_docstring_without_a_subject_is_seen(text: str, form: str) -> None:
+    assert len(misbegun(form.format(f'"""{text}"""'))) == 1
+
+
+def test_docstrings_of_functions_classes_and_properties_are_left_alone() -> None:
+    source = """
+    class Store:
+        '''A place for evidence.'''
+
+        def put(self):
+            '''Implement `Store.put`.'''
+
+        def both(self):
+            '''Replay, print, and write the file.'''
+
+        @property
+        def size(self):
+            '''Bytes in it.'''
+    """
+    assert not misbegun(textwrap.dedent(source))
 
 
 def test_the_rooms_are_read() -> None:

@@ -1,1 +1,1 @@
-"""One file a command of `lockstep`."""
+"""The commands of `lockstep`, one a file."""

@@ -1,4 +1,4 @@
-"""One exhibit as data: a file of `exhibits/`, in which package and version a bug shipped, and what is to be found."""
+"""An exhibit as data: a file of `exhibits/`, with the package and version of a bug, and what is to be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One contender of `lockstep bench data` in a process of its own (core/bench/turns.py defines the protocol).
+"""A contender of `lockstep bench data` in a process of its own (core/bench/turns.py defines the protocol).
 
 Messages: `go` takes some batches; `first N` opens the data anew and makes the first batch from sample N on; `parts`
 times a batch's parts; `end`.

@@ -1,4 +1,4 @@
-"""One contender of `lockstep bench peers`, or rung of `bench ladder`, in a process of its own.
+"""A contender of `lockstep bench peers`, or rung of `bench ladder`, in a process of its own.
 
 core/bench/turns.py defines the protocol.
 """

@@ -1,4 +1,4 @@
-"""One job of `lockstep bench` in a process of its own: JSON in by stdin, JSON out to the file that the argument names.
+"""A job of `lockstep bench` in a process of its own: JSON in by stdin, JSON out to the file that the argument names.
 
 Jobs: `device` (facts and versions), `floor` (rates and bandwidth), `row` (a row's steps).
 """

@@ -1,4 +1,4 @@
-"""One process of scripts/studies/chaos.py: started, killed at a moment, its own processes looked for afterwards."""
+"""A process of scripts/studies/chaos.py: started, killed at a moment, its own processes searched for afterwards."""
 
 from __future__ import annotations
 

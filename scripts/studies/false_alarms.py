@@ -1,4 +1,4 @@
-"""How often is a clean trainer accused? Random models, random and trained weights, thousands of checks. Resumable.
+"""The rate of false alarms: random models, random and trained weights, thousands of checks. Resumable.
 
     python -m lockstep.scripts.studies.false_alarms --jobs 3    run what is missing, write docs/results/false_alarms.md
     python -m lockstep.scripts.studies.false_alarms "bf16, compiled"     that row alone

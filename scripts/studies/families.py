@@ -1,4 +1,4 @@
-"""Every family through `lockstep parity`: eager and compiled, FP32 and bf16. Writes docs/results/families.md.
+"""The families through `lockstep parity`: eager and compiled, FP32 and bf16. Writes docs/results/families.md.
 
 python -m lockstep.scripts.studies.families            what is missing, then the page
 python -m lockstep.scripts.studies.families --page     the page alone

@@ -1,4 +1,4 @@
-"""Which kernels of torch's own are honest? Each beside a plain function, by `assert_honest`, forward and backward.
+"""The honesty of torch's own kernels: each beside a plain function, by `assert_honest`, forward and backward.
 
     python -m lockstep.scripts.studies.honest_kernels                  docs/results/honest_kernels.jsonl and .md
     python -m lockstep.scripts.studies.honest_kernels --device cuda    the lines of a GPU, beside the CPU's

@@ -1,4 +1,4 @@
-"""Every lever with every other: a pairwise design of runs, each through `lockstep parity`. Writes parity_matrix.md.
+"""A pairwise design of runs over all levers, each through `lockstep parity`. Writes parity_matrix.md.
 
     python -m lockstep.scripts.studies.parity_matrix            what is missing, then the page
     python -m lockstep.scripts.studies.parity_matrix --page     the page alone

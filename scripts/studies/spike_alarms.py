@@ -1,4 +1,4 @@
-"""How often a clean loss curve raises the alarm of a loss spike: every step of the runs that are named.
+"""The rate at which clean loss curves raise the alarm of a loss spike: every step of the runs that are named.
 
 python -m lockstep.scripts.studies.spike_alarms RUN…            one line a run, then the sum at 4, 5 and 6 sigma
 """

@@ -1,4 +1,4 @@
-"""How often does `watch` accuse a clean trainer? Foreign trainers × families × precisions. Resumable.
+"""The rate at which `watch` accuses a clean trainer: foreign trainers × families × precisions. Resumable.
 
     python -m lockstep.scripts.studies.watch_alarms            run what is missing, write docs/results/watch_alarms.md
     python -m lockstep.scripts.studies.watch_alarms --device cuda   on a GPU: watch_alarms_cuda.jsonl

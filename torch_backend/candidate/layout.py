@@ -1,4 +1,4 @@
-"""Which rows of which of a module's parameters are which canonical parameter."""
+"""The map between a module's parameters, by rows, and canonical parameters."""
 
 from __future__ import annotations
 

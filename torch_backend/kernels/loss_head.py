@@ -1,4 +1,4 @@
-"""Which loss head computes a model's loss, applied to it from outside. Twin: jax_backend/kernels/loss_head.py."""
+"""The loss head of a model, applied to it from outside. Twin: jax_backend/kernels/loss_head.py."""
 
 from __future__ import annotations
 

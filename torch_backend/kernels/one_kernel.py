@@ -1,4 +1,4 @@
-"""One Triton kernel a chunk: losses, and the gradient of logits in the logits' own memory. `loss.head` = `one_kernel`.
+"""A Triton kernel a chunk: losses, and the gradient of logits in the logits' own memory. `loss.head` = `one_kernel`.
 
 The kernels stand in one_kernel_triton.py, which imports Triton; this file does not, until a kernel is launched. Their
 arithmetic is that of torch_backend/loss.py with FP32 exponentials in place of FP64 ones, so the twin is the same.

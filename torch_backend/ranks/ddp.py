@@ -1,4 +1,4 @@
-"""One rank's part in a step: DistributedDataParallel around the compiled program, gradients summed over ranks.
+"""The part of a rank in a step: DistributedDataParallel around the compiled program, gradients summed over ranks.
 
 Where the weights themselves are cut over ranks: torch_backend/ranks/fsdp.py.
 

@@ -1,4 +1,4 @@
-"""One rank's part in a step when the weights are cut over ranks (torch_backend/ranks/sharded_tensors.py).
+"""The part of a rank in a step when the weights are sharded over ranks (torch_backend/ranks/sharded_tensors.py).
 
 Every rank must take part in whatever needs the weights, also in what rank 0 alone is asked for: a check's single
 micro-batch, validation, a sample. All compute it then, and the loss of all but rank 0 is divided by infinity, so that

@@ -1,4 +1,4 @@
-"""How much memory a session uses."""
+"""Memory that a session uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operation's results against the same operation in FP64, from the same inputs."""
+"""The judgement of one operation: its results against the same operation in FP64, from the same inputs."""
 
 from __future__ import annotations
 

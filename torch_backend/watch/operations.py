@@ -1,4 +1,4 @@
-"""Every operation of a step, forward and backward, from its own inputs: `watch(..., operations=True)`.
+"""The operations of a step, forward and backward, each from its own inputs: `watch(..., operations=True)`.
 
 The user's loss runs once more on the user's own module, as live.py has it, and a dispatch mode sees each ATen operation
 below autograd and autocast. A check judges some, in turn (core/parity/watch/turns.py), at once and one at a time: kept

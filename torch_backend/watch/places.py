@@ -1,4 +1,4 @@
-"""Where an operation stands: its module, and the user's line; in the backward pass those of its forward operation.
+"""The place of an operation: its module and the user's line; in the backward pass, those of its forward operation.
 
 autograd numbers its nodes: the operation that runs has made the last one, or none. A node's number leads back to where
 it was made, when the node runs in the backward pass.

@@ -1,4 +1,4 @@
-"""One operation again from its own inputs: in FP64 for the truth, in FP32 for the twin, on the CPU.
+"""The second computation of an operation from its own inputs: in FP64 for the truth, in FP32 for the twin, on the CPU.
 
 By a formula of another framework where there is one (core/parity/watch/formulas.py), for an operation of somebody's
 own by the function that they registered, else by torch: its decomposition in Python, or, named as such, the operation's

@@ -1,1 +1,1 @@
-"""Where the parts of a preparation are computed: processes of this machine, or Ray on one or many."""
+"""Engines that compute the parts of a preparation: processes of this machine, or Ray on one machine or many."""

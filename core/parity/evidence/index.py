@@ -82,7 +82,7 @@ class Entry:
 
     @property
     def digest(self) -> str:
-        """As `digest_of` gives it."""
+        """The digest, as `digest_of` computes it."""
         return joined(self.sha256)
 
 

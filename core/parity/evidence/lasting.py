@@ -59,7 +59,7 @@ class LastingStore(NoStore):
 
     @property
     def folder(self) -> Path | None:
-        """Where it is written; None if that could not be made."""
+        """The folder that is written; None if it could not be made."""
         return None if self._store is None else self._store.folder
 
     def finish_part(self) -> None:

@@ -62,7 +62,7 @@ class Store(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many put into it, each what it holds."""
+        """The number of ranks that put into it, each the part that it holds."""
         ...
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""One output or gradient: mine beside plain and the truth, and what `torch.testing.assert_close` makes of it."""
+"""The judgement of an output or gradient: mine beside plain and the truth, and `torch.testing.assert_close`'s view."""
 
 from __future__ import annotations
 

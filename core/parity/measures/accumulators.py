@@ -124,7 +124,7 @@ def of_sums(config: RunConfig, stage: Operation, role: str, inputs: Mapping[str,
 
 
 def _terms(stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> int:
-    """Return of how many products one number is the sum."""
+    """Return the number of products that one number sums."""
     x = inputs[next(iter(stage.reads))]
     if not stage.params:  # attention: scores over a head's numbers, its output and gradients over positions
         return int(max(x.shape[1], x.shape[-1]))

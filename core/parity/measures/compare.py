@@ -1,4 +1,4 @@
-"""One comparison as a finding: exact, by distances of full arrays, or by distances of their sketches."""
+"""A comparison as a finding: exact, by distances of full arrays, or by distances of their sketches."""
 
 from __future__ import annotations
 

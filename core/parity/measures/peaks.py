@@ -1,4 +1,4 @@
-"""Where the error of a tensor is largest: in one element, one row, one column; and its length, by rows that are exact.
+"""The largest errors of a tensor: in an element, a row, a column; and its length, by rows that are exact.
 
 A norm over the whole tensor hides what is wrong in a small part of it, and errors of length where a few rows, in which
 much cancels, carry all of the rounding. With candidate c, twin w and truth t, over rows r and columns s of a table::

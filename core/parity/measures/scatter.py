@@ -1,4 +1,4 @@
-"""How much wider a band is for few numbers."""
+"""The widening of a band for few numbers."""
 
 from __future__ import annotations
 

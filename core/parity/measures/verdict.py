@@ -39,7 +39,7 @@ class Measure:
 
     @property
     def strain(self) -> float:
-        """How near the value is to its bound: above 1 means broken. Orders findings by how bad they are."""
+        """The value relative to its bound: above 1 means broken. Orders findings by how bad they are."""
         if math.isnan(self.value):
             return math.inf
         if self.name == "excess" and self.low and self.high and self.low < 1 < self.high:
@@ -146,7 +146,7 @@ class Check:
 
     @property
     def verdict(self) -> Outcome:
-        """`disagreed` if a finding does not hold, `could_not` if nothing computed was compared, else `agreed`."""
+        """The verdict: `disagreed` if a finding fails, `could_not` if no computed value was compared, else `agreed`."""
         if not all(f.ok for f in self.findings):
             return "disagreed"
         return "agreed" if any(f.stage not in BOOKKEEPING for f in self.findings) else "could_not"

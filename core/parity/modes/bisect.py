@@ -54,7 +54,7 @@ class Bisection:
 
     @property
     def verdict(self) -> Outcome:
-        """`disagreed` if there is a bad step."""
+        """The verdict: `disagreed` if there is a bad step."""
         return "disagreed" if self.first_bad_step is not None else overall(list(self.checks.values()))
 
 

@@ -1,4 +1,4 @@
-"""How many of a run's checks were made: those that were due and never compared anything are no agreement."""
+"""The count of a run's checks that were made: those that were due and never compared anything are no agreement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Coverage:
 
     @property
     def words(self) -> str:
-        """One line: how many were due, made and skipped, the first reason, and what would help a slow reference."""
+        """The coverage in a line: checks due, made, skipped, the first reason, and the remedy for a slow reference."""
         first = min(self.skipped)
         busy = sum(reason.startswith(BUSY) for reason in self.skipped.values())
         advice = f"; {busy} because the reference is slower: raise parity.every or parity.queue" if busy else ""

@@ -1,4 +1,4 @@
-"""How far a watched trainer may be from its reference: derived bounds, or those that were calibrated or given."""
+"""Bounds on a watched trainer's distance from its reference: derived, calibrated, or given."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Uncovered:
 
     @property
     def not_judged(self) -> tuple[str, ...]:
-        """`update: not judged (NAdam has no rule)`, a link each."""
+        """The links that are not judged, as `update: not judged (NAdam has no rule)`."""
         return tuple(f"{link}: not judged ({'; '.join(why)})" for link, why in self.skipped.items())
 
     @property

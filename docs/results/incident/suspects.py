@@ -241,7 +241,7 @@ class _RingSession(_CapturedSession):
 
 
 class FrozenBuffers(FromAStepOn):
-    """From a step on, nothing is copied into the static buffers any more: tokens and targets stay the same."""
+    """Static buffers into which nothing is copied any more from a step on: tokens and targets stay the same."""
 
     session_class = _RingSession
 
@@ -251,7 +251,7 @@ class _RingOfEightSession(_RingSession):
 
 
 class FrozenRing(FromAStepOn):
-    """From a step on, the loader's ring of eight buffers is not refilled: the same eight batches over and over."""
+    """A loader whose ring of eight buffers is not refilled from a step on: the same eight batches over and over."""
 
     session_class = _RingOfEightSession
 
@@ -262,7 +262,7 @@ class _FrozenTargetsSession(_RingSession):
 
 
 class FrozenTargets(FromAStepOn):
-    """From a step on, only the tokens are copied: the targets stay those of an old batch."""
+    """A copy of the tokens alone from a step on: the targets stay those of an old batch."""
 
     session_class = _FrozenTargetsSession
 
@@ -273,7 +273,7 @@ class _OverwrittenSession(_CapturedSession):
 
 
 class TargetsOverwritten(FromAStepOn):
-    """From a step on, targets share the tokens' memory: between forward and loss they are overwritten by the tokens."""
+    """Targets that share the tokens' memory from a step on: the tokens overwrite them before the loss."""
 
     session_class = _OverwrittenSession
 
@@ -292,7 +292,7 @@ class _LateSession(_CapturedSession):
 
 
 class OneStepLate(FromAStepOn):
-    """From a step on, tokens and targets are those of the step before."""
+    """Tokens and targets of the step before, from a step on."""
 
     session_class = _LateSession
 
@@ -302,6 +302,6 @@ class _LateTargetsSession(_LateSession):
 
 
 class TargetsOneStepLate(FromAStepOn):
-    """From a step on, tokens are fresh and targets those of the step before."""
+    """Fresh tokens with the targets of the step before, from a step on."""
 
     session_class = _LateTargetsSession

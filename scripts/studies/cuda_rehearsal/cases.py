@@ -70,7 +70,7 @@ class Case:
 
     @property
     def known(self) -> str:
-        """Why it does not hold the page's requirements, where that is known; empty otherwise."""
+        """The reason why it does not hold the page's requirements, where that is known; empty otherwise."""
         of_both = KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
         return KNOWN.get(self.name, of_both)
 

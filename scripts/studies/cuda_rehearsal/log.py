@@ -57,7 +57,7 @@ class Step:
 
     @property
     def launches(self) -> int:
-        """Everything that the host launched one by one."""
+        """The launches that the host made one by one."""
         return sum(self.kernels.values()) + sum(self.triton.values()) + sum(self.products.values())
 
 

@@ -21,12 +21,12 @@ class LibraryWatcher:
 
     @property
     def verdict(self) -> Outcome:
-        """As `Watcher.verdict`; `could_not` before training."""
+        """The verdict of `Watcher.verdict`; `could_not` before training."""
         return self.watcher.verdict if self.watcher else "could_not"
 
     @property
     def headline(self) -> str:
-        """As `Watcher.headline`."""
+        """The line of `Watcher.headline`."""
         return self.watcher.headline if self.watcher else NOT_BEGUN
 
     @property
