@@ -22,7 +22,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 )
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.switches import INDUCTOR, Switches
-from lockstep.torch_backend.tools.nvtx import Mark
+from lockstep.torch_backend.tools.nvtx import Trace
 from lockstep.torch_backend.tools.sketch import (
     Kept,
     lift,
@@ -67,7 +67,7 @@ class Programs:
 
     model: with weights in the stream dtype. parameters: by canonical name. policy: casts in force. ranks: how batches
     are shared with other ranks, None for one. root: the outermost module where weights are cut over ranks. scalars: as
-    in `State`. clock: times the parts of a step. mark: names them for a profiler (torch_backend/tools/nvtx.py).
+    in `State`. clock: times the parts of a step. trace: names them for a profiler (torch_backend/tools/nvtx.py).
     """
 
     config: RunConfig
@@ -82,7 +82,7 @@ class Programs:
     scalars: dict[str, float]
     steps_done: int
     clock: StepTimer
-    mark: Mark
+    trace: Trace
     # By the tap of all and a block's name, where each block has a tap of its own.
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]
 

@@ -72,7 +72,7 @@ from lockstep.torch_backend.step_parts import StepParts
 from lockstep.torch_backend.switches import Switches
 from lockstep.torch_backend.tools.deterministic import costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
-from lockstep.torch_backend.tools.nvtx import marking, part
+from lockstep.torch_backend.tools.nvtx import part, trace_of
 from lockstep.torch_backend.tools.step_timer import ACCUMULATED, StepTimer
 from lockstep.torch_backend.upload import uploaded
 
@@ -90,7 +90,7 @@ class TorchSession(Observes):
         self.policy: Policy = policy_of(config)
         self.float8 = float8(config.precision, self.device)
         # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
-        self.mark = marking(config, self.device)
+        self.trace = trace_of(config, self.device)
         self.steps_done = 0
         # The programs that torch.compile has made for the step, and the lengths of sequences that they are for.
         self.programs, self._stepped = 0, set[int]()
@@ -338,17 +338,17 @@ class TorchSession(Observes):
         return 0 if due else programs
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
-        with self.mark("clip"):
+        with self.trace("clip"):
             norm = global_norm(grads)
             return norm if self.ranks is None else self.ranks.norm(norm)
 
     def _update(self, grads: list[Tensor], coefficient: Tensor, lr: float, finite: bool) -> None:
-        with self.mark("clip"):
+        with self.trace("clip"):
             torch._foreach_mul_(grads, coefficient)
         set_learning_rate(self.optimizer, lr)
         self.switches.require()
         if finite:
-            with self.mark("optimizer"):
+            with self.trace("optimizer"):
                 self.optimizer.step()
         self.scalars = self.scalars_after(finite)
         self._set_amaxes()
@@ -515,7 +515,7 @@ class TorchSession(Observes):
         if self.ranks and self.ranks.shares(micros):
             self.ranks.reduced(self.parameters.values())
             shown = self._show_step is not None or self._take_program is not None
-            with self.mark("reduction"):
+            with self.trace("reduction"):
                 loss, nll = self.ranks.together(loss, nll, shown)
                 if self._amaxes_seen is not None:
                     self.ranks.most(self._amaxes_seen)
@@ -539,11 +539,11 @@ class TorchSession(Observes):
             torch.compiler.cudagraph_mark_step_begin()
         made = self._programs_made()
         with guarded(self, micro):
-            with self.mark("forward"):
+            with self.trace("forward"):
                 loss, nll = program(tokens, targets, weights, total, *documents)
             self.programs += self._programs_made() - made
             parts = self._parts.next_one(self.scale) if self._parts is not None else nullcontext()
-            with self.mark("backward"), parts:
+            with self.trace("backward"), parts:
                 loss.backward()
         if self.amaxes:
             seen = amaxes_seen(self.amaxes)

@@ -12,11 +12,11 @@ import torch
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.profile.trace import PART
 
-Mark = Callable[[str], AbstractContextManager[Any]]
+Trace = Callable[[str], AbstractContextManager[Any]]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def unmarked(name: str) -> AbstractContextManager[Any]:
+def no_range(name: str) -> AbstractContextManager[Any]:
     """Open no range."""
     return nullcontext()
 
@@ -31,9 +31,9 @@ def recorded(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(PART + name)
 
 
-def marking(config: RunConfig, device: torch.device) -> Mark:
+def trace_of(config: RunConfig, device: torch.device) -> Trace:
     """Return how a session of this configuration marks the parts of a step."""
-    return nvtx if config.log.nvtx and device.type == "cuda" else unmarked
+    return nvtx if config.log.nvtx and device.type == "cuda" else no_range
 
 
 def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
@@ -45,12 +45,12 @@ def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def part(name: str) -> Callable[[Method], Method]:
-    """Mark a method of a session as a part of the step."""
+    """Trace a method of a session as a part of the step."""
 
     def named(method: Method) -> Method:
         @wraps(method)
         def inside(session: Any, *arguments: Any, **options: Any) -> Any:
-            with session.mark(name):
+            with session.trace(name):
                 return method(session, *arguments, **options)
 
         return inside  # type: ignore[return-value]

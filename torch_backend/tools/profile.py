@@ -32,7 +32,7 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
     cuda = own.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     plan = schedule(skip_first=SKIPPED, wait=0, warmup=WARM, active=KEPT, repeat=1)
-    before, own.mark = own.mark, nvtx.recorded
+    before, own.trace = own.trace, nvtx.recorded
     try:
         with profile(
             activities=activities,
@@ -48,7 +48,7 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
             raise
         raise UserError(f"cannot write {trace}: {error.strerror or error}") from error
     finally:
-        own.mark = before
+        own.trace = before
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     gc.collect()
@@ -73,7 +73,7 @@ def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> f
     """
     if own.device.type != "cuda":
         raise UserError("nvtx: Nsight Systems records CUDA, and this run is on the CPU; leave --nvtx out")
-    own.mark = nvtx.nvtx
+    own.trace = nvtx.nvtx
     for _ in range(SKIPPED + WARM):
         _step(session, own, batches)
     started = time.perf_counter()
@@ -84,7 +84,7 @@ def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> f
 
 
 def _step(session: Any, own: TorchSession, batches: Iterator[Batch]) -> None:
-    with own.mark("data"):
+    with own.trace("data"):
         batch = next(batches)
     session.step(batch)
     if own.device.type == "cuda":

@@ -20,29 +20,29 @@ def named(said):
     """Return a way of naming that notes the names in `said`."""
 
     @contextmanager
-    def mark(name):
+    def trace(name):
         said.append(name)
         yield
 
-    return mark
+    return trace
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_names_stand_around_the_step_and_change_no_bit(compiled, tmp_path):
     config = tiny_config(compiled=compiled)
-    plain, marked = (TorchBackend().open(config) for _ in range(2))
-    assert isinstance(plain, TorchSession) and isinstance(marked, TorchSession)
+    plain, traced = (TorchBackend().open(config) for _ in range(2))
+    assert isinstance(plain, TorchSession) and isinstance(traced, TorchSession)
     said: list[str] = []
-    marked.mark = named(said)
+    traced.trace = named(said)
     for seed in range(2):
-        assert plain.step(text_batch(config, seed)) == marked.step(text_batch(config, seed))
+        assert plain.step(text_batch(config, seed)) == traced.step(text_batch(config, seed))
     assert said == STEP * 2
     said.clear()
-    marked.write(tmp_path).wait()
+    traced.write(tmp_path).wait()
     assert said == ["checkpoint"]
     # It is the program that the other session had compiled.
-    assert marked.programs == 0
-    ours, theirs = plain.state(), marked.state()
+    assert traced.programs == 0
+    ours, theirs = plain.state(), traced.state()
     assert all(np.array_equal(ours.params[name], theirs.params[name]) for name in ours.params)
 
 
@@ -50,10 +50,10 @@ def test_nvtx_is_asked_for_and_cuda_s(monkeypatch):
     config = tiny_config()
     asked = config.model_copy(update={"log": config.log.model_copy(update={"nvtx": True})})
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [nvtx.marking(c, d) for c in (config, asked) for d in (cpu, cuda)] == [
-        nvtx.unmarked,
-        nvtx.unmarked,
-        nvtx.unmarked,
+    assert [nvtx.trace_of(c, d) for c in (config, asked) for d in (cpu, cuda)] == [
+        nvtx.no_range,
+        nvtx.no_range,
+        nvtx.no_range,
         nvtx.nvtx,
     ]
     assert nvtx.in_force(config, cuda) == {} and "on the CPU" in nvtx.in_force(asked, cpu)["NVTX ranges"]
