@@ -67,7 +67,7 @@ class Programs:
 
     model: with weights in the stream dtype. parameters: by canonical name. policy: casts in force. ranks: how batches
     are shared with other ranks, None for one. root: the outermost module where weights are cut over ranks. scalars: as
-    in `State`. clock: times the parts of a step. trace: names them for a profiler (torch_backend/tools/nvtx.py).
+    in `State`. step_timer: times the parts of a step. trace: names them for a profiler (torch_backend/tools/nvtx.py).
     """
 
     config: RunConfig
@@ -81,7 +81,7 @@ class Programs:
     root: Root | None
     scalars: dict[str, float]
     steps_done: int
-    clock: StepTimer
+    step_timer: StepTimer
     trace: Trace
     # By the tap of all and a block's name, where each block has a tap of its own.
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]

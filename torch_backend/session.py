@@ -100,7 +100,7 @@ class TorchSession(Observes):
         self._amaxes_seen: Tensor | None = None
         self._told_amaxes: Amaxes = {}
         self._seen_at_taps: dict[str, Tensor] = {}
-        self.clock = StepTimer(self.device)
+        self.step_timer = StepTimer(self.device)
         # The outermost module of a model whose weights are cut over ranks.
         self.root: Root | None = None
         # How a tensor of the state or a gradient is shown: whole, or this rank's part of it.
@@ -282,17 +282,17 @@ class TorchSession(Observes):
         If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
         """
         made = self.programs
-        self.clock.begin()
+        self.step_timer.begin()
         loss, nll = self.accumulate(batch)
-        self.clock.mark(ACCUMULATED)
+        self.step_timer.mark(ACCUMULATED)
         anew = self._made_anew(self.programs - made, batch.tokens.shape[1])
         if self._show_step is not None:
-            with self.clock.exclude("checks"):
+            with self.step_timer.exclude("checks"):
                 self._of_step = self._show_step(loss, nll)
         grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         norm = self._global_norm(grads)
         if norms:
-            with self.clock.exclude("logging"):
+            with self.step_timer.exclude("logging"):
                 before = {n: p.detach().clone() for n, p in self.parameters.items()}
                 group_norms = self._norms({n: p.grad for n, p in self.parameters.items()})
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
@@ -323,12 +323,12 @@ class TorchSession(Observes):
         self._update(grads, coefficient, lr, finite)
         metrics = without_amaxes(self.scalars) | ({RECOMPILED: float(anew)} if anew else {})
         if norms:
-            with self.clock.exclude("logging"):
+            with self.step_timer.exclude("logging"):
                 updates = {n: p.detach() - before[n] for n, p in self.parameters.items()}
                 metrics |= norms_by_group(
                     groups_of(self.config.model), group_norms, self._norms(before), self._norms(updates)
                 )
-        self.clock.end()
+        self.step_timer.end()
         return replace(record, metrics=metrics)
 
     def _made_anew(self, programs: int, length: int) -> int:
@@ -356,7 +356,7 @@ class TorchSession(Observes):
 
     def seconds_of_step(self) -> Mapping[str, float]:
         """Return seconds of the last step by part, as `StepTimer.take` lists them."""
-        return self.clock.take()
+        return self.step_timer.take()
 
     def memory(self) -> Mapping[str, float]:
         """Return bytes in use on the device, and the most since the last call; on the CPU, of this process."""

@@ -30,7 +30,7 @@ class Ranks(Sharing):
     """The ranks under DDP, each with whole weights. A subclass of TorchSession makes other ranks by `build_ranks`."""
 
     def __init__(self, session: Programs) -> None:
-        super().__init__(session.clock, session.config.parallel)
+        super().__init__(session.step_timer, session.config.parallel)
         self._arranged = False
         # Gradients where DDP's buckets have them, by the parameter's id; and backward passes that summed them.
         self._in_buckets: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ class Ranks(Sharing):
         # After the sum nobody knows whose it was. One pass over the gradients, read only if something is not finite.
         self.on_sent("")
         # Moved by every bucket: what comes after the last one is waiting for the others.
-        self._clock.mark(REDUCING)
+        self._step_timer.mark(REDUCING)
         self._extremes.append((bucket.parameters(), *torch.aminmax(bucket.buffer())))
         return self.sum(bucket)
 

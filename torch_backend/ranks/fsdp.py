@@ -28,7 +28,7 @@ class ShardedRanks(Sharing):
     sharded = True
 
     def __init__(self, session: Programs) -> None:
-        super().__init__(session.clock, session.config.parallel)
+        super().__init__(session.step_timer, session.config.parallel)
         assert session.root is not None
         self.root: Any = session.root
         self._model, self._program = session.model, session.micro_loss
@@ -64,7 +64,7 @@ class ShardedRanks(Sharing):
     def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
         self.on_sent(f"the reduce-scatter of {called}")
         # Moved by every part: what comes after the last one is waiting for the others.
-        self._clock.mark(REDUCING)
+        self._step_timer.mark(REDUCING)
         self.calls += 1
         self._extremes.append((members, *torch.aminmax(gradients)))
 

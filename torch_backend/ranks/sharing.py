@@ -27,10 +27,10 @@ class Sharing:
     # If each rank holds only a part of the weights, all ranks must take part in whatever needs them.
     sharded = False
 
-    def __init__(self, clock: StepTimer, parallel: ParallelConfig) -> None:
+    def __init__(self, step_timer: StepTimer, parallel: ParallelConfig) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.calls = 0
-        self._clock = clock
+        self._step_timer = step_timer
         # This rank's loss of the last step and the extremes of its gradients, before any reduction over ranks.
         self._own_loss: Tensor | None = None
         self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
