@@ -1,8 +1,8 @@
 """The ranks of a run as peers: each runs the same program, and each finds out for itself which of them fails or hangs.
 
-All ranks make the same calls in the same order. Each marks in the store how far it is; one that fails leaves its last
+All ranks make the same calls in the same order. Each reports its progress to the store; one that fails leaves its last
 words there and ends, so that sockets close and whoever waits for it gets an error at once. Then the words, the sockets
-and the marks identify the rank at fault, and one rank reports it: rank 0, or the first of the others if rank 0 is at
+and the progress identify the rank at fault, and one rank reports it: rank 0, or the first of the others if rank 0 is at
 fault.
 """
 
@@ -30,7 +30,7 @@ from lockstep.torch_backend.ranks.process_groups import (
     DONE,
     IDLE,
     PATIENCE,
-    Mark,
+    Progress,
     RankError,
     RankProgress,
     join_group,
@@ -127,7 +127,7 @@ class Peers(RankProgress):
     def do(self, asked: str, own: Callable[[], T], sharing: Sharing | None, together: bool, step: bool = False) -> T:
         """Return what `own` gives, which every rank calls; raise on every rank what one raises.
 
-        asked: what the ranks do, in words. sharing: marks what the call sends. together: whether other ranks wait for
+        asked: what the ranks do, in words. sharing: reports what the call sends. together: whether other ranks wait for
         one that raises in the midst of it; then it ends. step: whether it is an optimizer step, which may be left out.
 
         Raises what `own` raises, NotSupported, RankError, and NotFinite with the words of every rank.
@@ -136,7 +136,7 @@ class Peers(RankProgress):
         raised: Exception | None = None
         with self._watched(asked) as call:
             if sharing is not None:
-                sharing.on_sent = partial(self._mark_next, call, count(1))
+                sharing.on_sent = partial(self._report_next, call, count(1))
             outcome: tuple[str, str | None] = "done", None
             try:
                 mine = own()
@@ -149,7 +149,7 @@ class Peers(RankProgress):
                 if together:
                     raise
                 raised, outcome = error, ("raised", in_words(error))
-            self.mark(call, DONE)
+            self.report(call, DONE)
             outcomes = self._exchanged(outcome)
         self._require_finite(raised, outcomes)
         if raised is not None:
@@ -197,7 +197,7 @@ class Peers(RankProgress):
         self._calls += 1
         call = self._calls
         try:
-            self.mark(call, 0)
+            self.report(call, 0)
             yield call
         except BaseException as error:
             self._give_up(error, call, asked)
@@ -208,8 +208,8 @@ class Peers(RankProgress):
         dist.all_gather_object(found, value, group=self._of_all)
         return found
 
-    def _mark_next(self, call: int, numbers: Iterator[int], what: str) -> None:
-        self.mark(call, next(numbers), what)
+    def _report_next(self, call: int, numbers: Iterator[int], what: str) -> None:
+        self.report(call, next(numbers), what)
 
     def _left_out_by_all(self, mine: Any, said: Sequence[str | None]) -> Any:
         """Return a step's result, with each rank's reason if all skipped it. Raises RankError if only some did."""
@@ -276,11 +276,11 @@ class Peers(RankProgress):
             time.sleep(0.05)
 
     def _late(self, call: int, asked: str) -> dict[tuple[int, ...], str]:
-        """Find the rank that keeps the others waiting: the one whose marks end first."""
+        """Find the rank that keeps the others waiting: the one whose progress ends first."""
         waited = f"no answer within {self._patience.total_seconds():g} s to {asked}"
-        marks = self.marks()
-        last, first = min(marks.values(), key=_place), max(marks.values(), key=_place)
-        behind = [rank for rank, mark in marks.items() if _place(mark) == _place(last)]
+        progress = self.by_rank()
+        last, first = min(progress.values(), key=_order), max(progress.values(), key=_order)
+        behind = [rank for rank, one in progress.items() if _order(one) == _order(last)]
         if len(behind) == self.count:
             return {(): f"{waited}, and no rank is behind the others: what lies between them carries nothing"}
         begun, sent, _ = last
@@ -333,5 +333,5 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: " if ranks else ""
 
 
-def _place(mark: Mark) -> tuple[int, int]:
-    return mark.command, mark.phase
+def _order(progress: Progress) -> tuple[int, int]:
+    return progress.command, progress.phase

@@ -1,8 +1,8 @@
-"""Connect the ranks of a run: their process groups, and a store for progress marks and last messages.
+"""Connect the ranks of a run: their process groups, and a store for progress and last messages.
 
 The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it what ranks tell each
 other (torch_backend/ranks/peers.py). A rank that fails writes the reason into the store and ends: sockets close, and
-any rank that waits for it gets an error at once. One that hangs writes nothing: every rank marks its progress in the
+any rank that waits for it gets an error at once. One that hangs writes nothing: every rank reports its progress to the
 store, and when the wait is over the one farthest behind is named.
 """
 
@@ -88,7 +88,7 @@ def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> Non
     dist.init_process_group(group_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
 
 
-# The mark of a command that is done: more than any number of buckets.
+# The phase of a command that is done: more than any number of buckets.
 DONE = 1 << 30
 
 
@@ -99,8 +99,8 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
     theirs(timeout, group)
 
 
-class Mark(NamedTuple):
-    """The progress of a rank (`RankProgress.mark`)."""
+class Progress(NamedTuple):
+    """The progress of a rank (`RankProgress.report`)."""
 
     command: int
     phase: int
@@ -114,20 +114,20 @@ class RankProgress:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.store = dist.distributed_c10d._get_default_store()
 
-    def mark(self, command: int, phase: int, what: str = "") -> None:
-        """Note how far this rank is: in which command, and in it 0 begun, n when it sends its n-th part, or DONE.
+    def report(self, command: int, phase: int, what: str = "") -> None:
+        """Store how far this rank is: in which command, and in it 0 begun, n when it sends its n-th part, or DONE.
 
         what: the name of that part, where it has one.
         """
-        self.store.set(f"lockstep/mark/{self.rank}", f"{command} {phase} {what}")
+        self.store.set(f"lockstep/progress/{self.rank}", f"{command} {phase} {what}")
 
-    def marks(self) -> dict[int, Mark]:
-        """Return the mark of each rank; zeros for a rank that has marked nothing."""
+    def by_rank(self) -> dict[int, Progress]:
+        """Return the progress of each rank; zeros for a rank that has reported none."""
         found = {}
         for rank in range(self.count):
-            said = self._said(f"lockstep/mark/{rank}")
+            said = self._said(f"lockstep/progress/{rank}")
             command, phase, what = (said or "0 0 ").split(" ", 2)
-            found[rank] = Mark(int(command), int(phase), what)
+            found[rank] = Progress(int(command), int(phase), what)
         return found
 
     def leave_words(self, kind: str, words: str) -> None:
