@@ -495,7 +495,7 @@ class Restores(Protocol):
 
 
 @runtime_checkable
-class ManyPlaces(Protocol):
+class SpansNodes(Protocol):
     """A session whose ranks may be on several machines."""
 
     def require_shared(self, folder: Path) -> None:

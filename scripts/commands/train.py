@@ -75,7 +75,7 @@ class Train:
 def main(argv: list[str]) -> int:
     """Open everything that can fail, then make the run directory, then train."""
     from lockstep.core.backend import NotSupported
-    from lockstep.core.capabilities import ManyPlaces, ask
+    from lockstep.core.capabilities import SpansNodes, ask
     from lockstep.core.config.auto import settled
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
@@ -148,13 +148,13 @@ def main(argv: list[str]) -> int:
             stack.push(_Unbegun(run))
             note_launch(run, again, 0)
         with suppress(NotSupported):
-            ask(session, ManyPlaces).require_shared(run.path)
+            ask(session, SpansNodes).require_shared(run.path)
         return _train(stack, run, data, session, about, going_on, ranks, options.verbose)
 
 
 def _peer() -> int:
     """Train on a rank other than 0: the same run on the same data, without its directory, console and checks."""
-    from lockstep.core.capabilities import HasRandomState, ManyPlaces, ask
+    from lockstep.core.capabilities import HasRandomState, SpansNodes, ask
     from lockstep.core.checkpoint.taken_over import restore_state
     from lockstep.core.config.schema import RunConfig
     from lockstep.core.parity.diagnose.disagreement import named, sound
@@ -173,7 +173,7 @@ def _peer() -> int:
         session_config = RunConfig(**of_session)
         session = open_named(name).open(session_config)
         stack.callback(session.close)
-        ask(session, ManyPlaces).require_shared(Path())
+        ask(session, SpansNodes).require_shared(Path())
         if (told := ranks.of_first(tuple)) is not None:
             folder, step, scalars = told
             restore_state(session, session_config, Path(folder), step, scalars)

@@ -14,7 +14,7 @@ PACKAGES = ("core", "torch_backend")
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeReport:
     """A rank's report for the comparison of nodes.
 
     sees: whether a file that rank 0 has just made is there. code: SHA-256 of torch's version and our sources.
@@ -26,10 +26,10 @@ class Place:
     code: str
 
 
-def place_of_rank(file: Path) -> Place:
-    """Return the place of this rank; wait some seconds for the file."""
+def node_report(file: Path) -> NodeReport:
+    """Return the report of this rank; wait some seconds for the file."""
     version = f"torch {torch.__version__}"
-    return Place(socket.gethostname(), sees(file), version, _fingerprint(version))
+    return NodeReport(socket.gethostname(), sees(file), version, _fingerprint(version))
 
 
 def _fingerprint(version: str) -> str:

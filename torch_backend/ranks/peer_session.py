@@ -36,7 +36,7 @@ from lockstep.core.streams import Collected, step_stream, stream_gradients, stre
 from lockstep.core.train.finite import NotFinite
 from lockstep.torch_backend.checkpoint import WritingTorch
 from lockstep.torch_backend.device import processor
-from lockstep.torch_backend.ranks.node_check import place_of_rank
+from lockstep.torch_backend.ranks.node_check import node_report
 from lockstep.torch_backend.ranks.peers import Peers, joined
 from lockstep.torch_backend.ranks.sharded_tensors import rows_of
 from lockstep.torch_backend.ranks.sharing import Sharing
@@ -130,9 +130,9 @@ class PeerSession:
         """
         if self.peers.rank == 0:
             with token(folder.resolve()) as name:
-                found = self._place_of_rank(folder.resolve() / name)
+                found = self._node_reports(folder.resolve() / name)
         else:
-            found = self._place_of_rank(None)
+            found = self._node_reports(None)
         mine, *others = found
         for rank, one in enumerate(others, 1):
             if not one.sees:
@@ -146,9 +146,9 @@ class PeerSession:
                     f"Lockstep {one.code[:12]} there, {mine.torch} and {mine.code[:12]} here"
                 )
 
-    def _place_of_rank(self, file: Path | None) -> list[Any]:
+    def _node_reports(self, file: Path | None) -> list[Any]:
         seen = Path(self.peers.of_first(lambda: str(file)))
-        return self.peers.gather(place_of_rank(seen), "look for the run's folder")
+        return self.peers.gather(node_report(seen), "look for the run's folder")
 
     def write(self, folder: Path) -> WritingTorch:
         """Begin to write this rank's share of the state; every rank waits for what it gives."""
