@@ -132,7 +132,7 @@ class Operations:
 
         recorder = Recorder(places, wanted, judge, Casts.of(precision, model))
         try:
-            with live.borrowed(model, precision), places.following(model, recorder.left), recorder:
+            with live.borrowed(model, precision), places.tracked(model, recorder.left), recorder:
                 value = loss()
                 value = value[0] if isinstance(value, tuple) else value
                 if not isinstance(value, Tensor) or value.numel() != 1:

@@ -62,7 +62,7 @@ class Places:
         return place
 
     @contextmanager
-    def following(self, model: nn.Module, left: Left) -> Iterator[None]:
+    def tracked(self, model: nn.Module, left: Left) -> Iterator[None]:
         """Follow the modules whose forward runs. left: called with each, its arguments and its result."""
         names = {id(module): plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
 
