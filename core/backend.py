@@ -279,7 +279,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the session holds."""
+        """Release what the session holds."""
         ...
 
 

@@ -72,7 +72,7 @@ class Candidate(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the session holds."""
+        """Release what the session holds."""
         ...
 
 
@@ -141,7 +141,7 @@ class ReadsBack(Protocol):
     """A session that shows what the program of a step was given, as it lay on the device."""
 
     def keep_inputs(self) -> None:
-        """Keep what the programs of the next step are given."""
+        """Keep the inputs of the programs of the next step."""
         ...
 
     def inputs_kept(self) -> Arrays:
@@ -264,7 +264,7 @@ class StreamsState(Protocol):
     """A session that hands over its state a tensor at a time."""
 
     def stream_state(self, take: Take) -> State:
-        """Give each tensor of `state` to `take`, by kind (`params`, or a moment's) and name; return it without them.
+        """Hand each tensor of `state` to `take`, by kind (`params`, or a moment's) and name; return it without them.
 
         Its `optimizer` has the kinds of moments, each empty.
         """
@@ -276,7 +276,7 @@ class StreamsGradients(Protocol):
     """A session that hands over gradients a tensor at a time, and keeps none that it has handed over."""
 
     def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
-        """Give each tensor of `gradients` to `take`, of kind `grads` or `program`; return NLL and loss without them."""
+        """Hand each tensor of `gradients` to `take`, of kind `grads` or `program`; return NLL and loss without them."""
         ...
 
 
@@ -294,7 +294,7 @@ class StreamsTaps(Protocol):
     """A session that hands over taps and their gradients as its passes come to them."""
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Give each tensor of `observe` to `take`, of kind `taps`; in what order, it may choose.
+        """Hand each tensor of `observe` to `take`, of kind `taps`, in any order.
 
         A tap and its gradient may lack sequences without weight.
         """
@@ -324,7 +324,7 @@ class StreamsRankGradients(Protocol):
     """A session of several ranks, each of which hands over what it computes by itself."""
 
     def stream_rank_gradients(self, batch: Batch, take: Callable[[int, str, np.ndarray], None]) -> None:
-        """Give each gradient of `rank_gradients` to `take`, with its micro-batch's number, on the rank that made it."""
+        """Hand each gradient of `rank_gradients` to `take`, with its micro-batch's number, on the rank that made it."""
         ...
 
 
@@ -417,7 +417,7 @@ class Writes(Protocol):
     """A session that writes its state itself, while training goes on."""
 
     def write(self, folder: Path) -> Writing:
-        """Begin to write a copy of the state into `folder`, which is empty; the session may go on at once.
+        """Start to write a copy of the state into `folder`, which is empty; the session may go on at once.
 
         `wait` may be called in another thread. Raises OSError if the disk refuses.
         """

@@ -58,7 +58,7 @@ def with_tensors(found: State, arrays: Callable[[str], Arrays]) -> State:
 
 
 def stream_state(session: Session, take: Take) -> State:
-    """Give the tensors of a session's state to `take`; return it without them."""
+    """Hand the tensors of a session's state to `take`; return it without them."""
     with suppress(NotSupported):
         return ask_stream(session, StreamsState, "state").stream_state(take)
     found = session.state()
@@ -70,7 +70,7 @@ def stream_state(session: Session, take: Take) -> State:
 
 
 def stream_gradients(session: Session, batch: Batch, take: Take) -> Gradients:
-    """Give the gradients of a batch to `take`; return NLL and loss. Raises what the session raises."""
+    """Hand the gradients of a batch to `take`; return NLL and loss. Raises what the session raises."""
     try:
         streams = ask_stream(session, StreamsGradients, "gradients")
     except NotSupported:
@@ -79,7 +79,7 @@ def stream_gradients(session: Session, batch: Batch, take: Take) -> Gradients:
 
 
 def stream_taps(session: Session, batch: Batch, taps: Sequence[str], take: Take) -> None:
-    """Give taps and gradients of a micro-batch to `take`. Raises what the session raises."""
+    """Hand taps and gradients of a micro-batch to `take`. Raises what the session raises."""
     try:
         streams = ask_stream(session, StreamsTaps, "observe")
     except NotSupported:
@@ -116,7 +116,7 @@ def _handed_over(found: Gradients, take: Take) -> Gradients:
 
 
 def _hand_over(kind: str, arrays: Mapping[str, np.ndarray], take: Take) -> None:
-    """Give each tensor away, and forget it."""
+    """Hand each tensor over, and release it."""
     left = dict(arrays)
     del arrays
     while left:

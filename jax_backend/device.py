@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def use_device(config: RunConfig) -> None:
-    """Put JAX on the GPU, if `parity.reference_device` is `cuda`, within the memory that `parity.device_gb` leaves it.
+    """Move JAX to the GPU, if `parity.reference_device` is `cuda`, within the memory that `parity.device_gb` sets.
 
     With "cpu" JAX chooses: the CPU under the command `lockstep`, unless JAX_PLATFORMS names another.
 

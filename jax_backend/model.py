@@ -200,7 +200,7 @@ class Attention(nnx.Module):
         return jnp.concatenate(parts, axis=-1)
 
     def expand(self, x_BSKE: Array) -> Array:
-        """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
+        """Repeat each key-value head for the query heads of its group: (B, S, K, E) → (B, S, H, E)."""
         return jnp.repeat(x_BSKE, self.heads // self.kv_heads, axis=2)
 
     def attend(self, q_BSHE: Array, k_BSKE: Array, v_BSKE: Array, policy: Policy, mask: Mask | None = None) -> Array:

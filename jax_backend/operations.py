@@ -32,7 +32,7 @@ PROGRAMS = 4096
 
 
 def operation(f: Operation) -> Operation:
-    """Enter a formula under its operation's name, compiled, on the CPU, with doubles and full products."""
+    """Register a formula under its operation's name, compiled, on the CPU, with x64 and full products."""
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> tuple[np.ndarray | None, ...]:

@@ -125,7 +125,7 @@ class JaxSession:
         self.scalars = own_scalars(self.config, state.scalars)
 
     def write(self, folder: Path) -> WritingJax:
-        """Begin to write the state by orbax."""
+        """Start to write the state by orbax."""
         return WritingJax(self.steps_done, self.scalars, {PARAMS: self.params, **self.moments}, folder)
 
     def read(self, folder: Path) -> State:

@@ -187,7 +187,7 @@ class Attention(nn.Module):
         return rotated(x_BSHE, rope.cos[..., None, :], rope.sin[..., None, :])
 
     def expand(self, x_BSKE: Tensor) -> Tensor:
-        """Give each query head its key-value head: (B, S, K, E) → (B, S, H, E), each KV head repeated in place."""
+        """Repeat each key-value head for the query heads of its group: (B, S, K, E) → (B, S, H, E)."""
         return torch.repeat_interleave(x_BSKE, self.heads // self.kv_heads, dim=2)
 
     def attend(

@@ -96,7 +96,7 @@ class Observes(Programs):
         return found.arrays(TAPS)
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Give each tensor of `observe` to `take`: in eager when the passes come to it, else at the end.
+        """Hand each tensor of `observe` to `take`: in eager when the passes come to it, else at the end.
 
         The sequences with weight alone leave the device, for a tap and its gradient.
         """
@@ -224,7 +224,7 @@ class Observes(Programs):
     def _observe_passing(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
     ) -> None:
-        """Give taps away in the forward pass and gradients in the backward, so that no more than one is kept for it.
+        """Hand taps over in the forward pass and gradients in the backward, so that no more than one is kept for it.
 
         A zero that requires a gradient is added to each probed tensor, as in the tapped program: its bits are the same.
         """

@@ -325,7 +325,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the schedule's rate times its own factor."""
+    """Set every group's learning rate to the schedule's times the group's factor."""
     for group in optimizer.param_groups:
         rate = lr * group["lr_factor"]
         if isinstance(group["lr"], Tensor):  # torchao's
@@ -407,7 +407,7 @@ def update_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 def write_moments(
     config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: State
 ) -> None:
-    """Put a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
+    """Write a canonical state's moments and step count into the optimizer. Raises KeyError for a missing name."""
     put_moments(
         config,
         optimizer,
@@ -424,7 +424,7 @@ def put_moments(
     updates: int,
     read: Callable[[str, str], np.ndarray],
 ) -> None:
-    """Put moments, by kind and parameter what this rank holds of them, and a count of updates into the optimizer."""
+    """Write moments, the part that this rank holds of each, and a count of updates into the optimizer."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     rules = update_rules(config)
     for name, p in parameters.items():

@@ -165,7 +165,7 @@ class TorchSession(Observes):
         return found.state(self.stream_state(found))
 
     def stream_state(self, take: Take) -> State:
-        """Give copies of weights and moments to `take`, one at a time; return the state without them."""
+        """Hand copies of weights and moments to `take`, one at a time; return the state without them."""
         kinds = moment_names(self.config)
         for name, p in self.parameters.items():
             take(PARAMS, name, self._shown(p))
@@ -253,7 +253,7 @@ class TorchSession(Observes):
 
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
-        """Begin to write the state by torch.distributed.checkpoint; every rank of the session calls it.
+        """Start to write the state by torch.distributed.checkpoint; every rank of the session calls it.
 
         Gradients are let go first: where weights are in host memory, the copy takes as much.
         """
@@ -387,7 +387,7 @@ class TorchSession(Observes):
         return found.gradients(self.stream_gradients(batch, found))
 
     def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
-        """Give each gradient of `gradients` to `take`, and release it; return NLL and loss."""
+        """Hand each gradient of `gradients` to `take`, and release it; return NLL and loss."""
         self._take_program = take
         try:
             found = self.hand_over(*self.accumulate(batch), take, release=True)
@@ -407,7 +407,7 @@ class TorchSession(Observes):
         return found
 
     def stream_own_gradients(self, micro: Batch, take: Take) -> None:
-        """Give gradients of a micro-batch as this rank by itself has them; all ranks call it, each with its own."""
+        """Hand over gradients of a micro-batch, computed by this rank alone; all ranks call it, each with its own."""
         if not isinstance(self.ranks, ShardedRanks):
             for name, gradient in self.gradients(micro).grads.items():
                 take(GRADS, name, gradient)
@@ -446,7 +446,7 @@ class TorchSession(Observes):
             self._of_step, self._show_step = None, None
 
     def hand_over(self, loss: Tensor, nll: list[Tensor], take: Take, release: bool = False) -> Gradients:
-        """Give what lies in each `.grad` to `take`, and `release` it; return NLL and loss.
+        """Hand what lies in each `.grad` to `take`, and `release` it; return NLL and loss.
 
         Only what the optimizer would clear is released: a check that cleared the others would mend a candidate.
         """
@@ -458,14 +458,14 @@ class TorchSession(Observes):
         return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
 
     def show_program(self, grads: Mapping[str, Tensor]) -> None:
-        """Give the gradients of a single micro-batch, as its program made them, to a check that needs them."""
+        """Hand the gradients of a single micro-batch, as its program made them, to a check that needs them."""
         if self._take_program is None:
             return
         for name, grad in grads.items():
             self._take_program(PROGRAM, name, self._shown(self.unscaled(grad)))
 
     def keep_inputs(self) -> None:
-        """Keep copies of what the programs of the next step are given."""
+        """Keep copies of the inputs of the programs of the next step."""
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:

@@ -30,7 +30,7 @@ class StepParts:
         self.amaxes: list[Tensor] = []
 
     def begin(self) -> None:
-        """Forget what an earlier pass over micro-batches has left."""
+        """Drop the results of an earlier pass over micro-batches."""
         self.found.clear()
         self.amaxes.clear()
 

@@ -53,7 +53,7 @@ def compare(by_seed: Mapping[int, Sequence[float]], other: Sequence[float], seed
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Put the result of `compare` into words, a line each."""
+    """Describe the result of `compare` in words, a line each."""
     lines = []
     for name, words in (("all", "over all steps"), ("last_quarter", "over the last quarter")):
         of = found[name]

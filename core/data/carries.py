@@ -42,7 +42,7 @@ def carries_before(rates: Sequence[Fraction], period: int) -> tuple[int, ...]:
         return (upto[end] - upto[begin]) % 1
 
     def split(begin: int, end: int, bits: int) -> None:
-        """Give the bits of the node of the leaves [begin, end), in all periods before this one, to its children."""
+        """Pass the bits of the node of the leaves [begin, end), in all periods before this one, to its children."""
         if end - begin == 1:
             found[begin] = bits
             return

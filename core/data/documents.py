@@ -108,7 +108,7 @@ def read_documents(
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Turn what goes wrong within, as `path` is read, into one line."""
+    """Raise any error of reading `path`, inside the block, as a one-line UserError."""
     try:
         with remote.explained(path):
             yield

@@ -108,7 +108,7 @@ class GroupedSampler(Sampler):
         return len(self._tokens) > self._groups
 
     def _know(self, run_block: int) -> None:
-        """Learn the sizes of as many groups as this block of the run needs."""
+        """Read the sizes of as many groups as this block of the run needs."""
         while not self._knows_all and self._blocks[-1] <= run_block:
             first = self._group * (len(self._tokens) - 1)
             numbers = range(first, min(first + self._group, self._shards.count))

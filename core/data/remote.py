@@ -116,7 +116,7 @@ def list_files(source: str) -> tuple[str, list[RemoteFile]]:
 
 
 def describe(path: str) -> RemoteFile:
-    """Ask for the present description of the file at `path`. Raises UserError if the server refuses or has none."""
+    """Fetch the present description of the file at `path`. Raises UserError if the server refuses or has none."""
     with explained(path):
         system = _system(path)
         return _described(system, system.info(system._strip_protocol(path)))
@@ -140,7 +140,7 @@ def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn what a file system's library raises within into one line with the remedy; for a local path, nothing.
+    """Raise any error of a file system's library, inside the block, as one line with the remedy; not for local paths.
 
     Raises:
         UserError: as said.

@@ -55,7 +55,7 @@ class FolderLock:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

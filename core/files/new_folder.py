@@ -17,7 +17,7 @@ from lockstep.core.files.parents import make_parents, remove_parents
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a path beside `path` at which the block makes a folder, which is then renamed to `path`.
+    """Yield a path beside `path` at which the block makes a folder, which is then renamed to `path`.
 
     After an error nothing is left, not even new parents. Folders that killed processes left beside `path` are removed.
     Raises UserError if `path` is there, or if the disk refuses.

@@ -19,7 +19,7 @@ LATE_SECONDS = 5.0
 
 @contextmanager
 def token(folder: Path) -> Iterator[str]:
-    """Keep a file of a name that was never used in `folder`. Raises UserError if the disk refuses."""
+    """Create a file of a name that was never used in `folder`, for the block. Raises UserError if the disk refuses."""
     name = f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     try:
         (folder / name).touch()

@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with the status alone: nothing of the request comes back."""
+        """Send the status alone: nothing of the request comes back."""
         status = HTTPStatus(code)
         self._send(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
 

@@ -52,7 +52,7 @@ class Checkpoints(Protocol):
         ...
 
     def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
-        """Begin a checkpoint of the session's state; every rank calls it."""
+        """Start a checkpoint of the session's state; every rank calls it."""
         ...
 
     def collect(self) -> Iterator[Saved | str]:
@@ -99,7 +99,7 @@ class CheckpointPart:
         return True
 
     def collect(self) -> Iterator[Saved | str]:
-        """Do nothing: rank 0 tells."""
+        """Do nothing: rank 0 reports."""
         yield from ()
 
     def finish(self) -> Iterator[Saved | str]:
@@ -146,7 +146,7 @@ class Checkpointer:
         return self._ranks.of_first(lambda: lowest)
 
     def save(self, step: int, reason: Reason, good: int | None = None) -> bool:
-        """Begin a checkpoint of the session's state; False if the session cannot give it.
+        """Start a checkpoint of the session's state; return False if the session has none.
 
         good: step of the last check that agreed. If an alarm is to roll the run back, the checkpoint that it vouches
         for is not deleted, nor are those that no check has vouched for yet.

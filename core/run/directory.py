@@ -344,7 +344,7 @@ class RunDir:
         return self.path / CHECKPOINTS / folder_name(step)
 
     def commit_checkpoint(self, pending: Pending, spare: int | None = None, best: int | None = None) -> Path:
-        """Put a checkpoint in its place, then delete those that the configuration does not keep.
+        """Move a checkpoint to its place, then delete those that the configuration does not keep.
 
         best: step of the lowest validation loss, kept if `checkpoint.best` is set. spare: a step; the last checkpoint
         at or before it is kept besides, and all later ones. Raises UserError if the disk refuses.

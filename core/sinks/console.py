@@ -54,7 +54,7 @@ class ConsoleSink:
         self._progress: Progress | None = self._bar(done) if self._console.is_terminal else None
 
     def record(self, record: StepRecord) -> None:
-        """Renew the live line, or print a line if one is due; then what was measured besides."""
+        """Update the live line, or print a line if one is due; then print what was measured besides."""
         before, self._latest = self._latest, record
         if self._first is None:
             self._first = record.step

@@ -49,7 +49,7 @@ class Journal:
         return found
 
     def add(self, name: str, point: Point) -> None:
-        """Keep a point as the next trial."""
+        """Store a point as the next trial."""
         from optuna.trial import TrialState, create_trial
 
         made = create_trial(
@@ -60,7 +60,7 @@ class Journal:
         self._study(name).add_trial(made)
 
     def tell(self, name: str, number: int, outcome: Outcome) -> None:
-        """Keep what came of a trial; one that was kept already stays."""
+        """Store the outcome of a trial; one that was stored already stays."""
         from optuna.trial import TrialState
 
         trial = self._study(name).get_trials(deepcopy=False)[number]

@@ -19,7 +19,7 @@ class Engine(Protocol):
     """An executor of a round's trials."""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
-        """Bring each job to its end, and call `ended` of it; call `tick` now and then meanwhile, in this thread.
+        """Run each job to its end, and call `ended` of it; call `tick` now and then meanwhile, in this thread.
 
         Stops all on KeyboardInterrupt, which is raised again once every trial has written its checkpoint.
         """

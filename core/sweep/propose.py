@@ -49,7 +49,7 @@ class Sampling:
 
 
 def choose(varied: tuple[Varied, ...], sampler: str, trials: int, seed: int) -> Sampling:
-    """Settle what `auto` stands for and how many trials there are (0: as many as fit).
+    """Resolve `auto`, and the number of trials (0: as many as fit).
 
     Raises UserError for a grid over a range, and for a grid of another size than asked for.
     """

@@ -69,7 +69,7 @@ class Decision:
 
 
 def decide(rule: Rule, reports: Mapping[int, float]) -> Decision:
-    """Go through a trial's reports by step, and stop where the pruner gives it up."""
+    """Replay a trial's reports by step, up to the one where the pruner gives it up."""
     if rule.pruner == NONE or not reports:
         return Decision()
     from optuna.samplers import RandomSampler

@@ -69,7 +69,7 @@ class Sweep:
             raise
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder's lock."""
         self._ends.close()
         self._lock.release()
 

@@ -94,7 +94,7 @@ class Records:
 
 
 def supervise(job: Job, stop: Callable[[], bool]) -> End:
-    """Bring a trial to its end: begin it or go on with it, again after each kill, and stop it where it is pruned.
+    """Run a trial to its end: start or resume it, again after each kill, and stop it where it is pruned.
 
     A process that an earlier sweep left behind, and that still writes the run, is waited for.
     """

@@ -30,7 +30,7 @@ class TimeAccounting:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Charge the time inside the context to `name`."""
+        """Add the time inside the context to `name`."""
         self._charge()
         self._open.append(name)
         try:

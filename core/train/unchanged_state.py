@@ -52,7 +52,7 @@ def differing(before: Mapping[str, object], after: Mapping[str, object]) -> tupl
 
 @contextmanager
 def unchanged(session: Session, what: str) -> Iterator[None]:
-    """Hold what is done inside to leaving the session's state alone, where the session tells checksums.
+    """Check that the block leaves the session's state as it is, where the session shows checksums.
 
     what: that, in words. Raises StateChanged on every rank.
     """

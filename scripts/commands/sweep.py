@@ -202,7 +202,7 @@ def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -
 
 @contextmanager
 def _shown(console: Console, sweep: Sweep) -> Iterator[Callable[[Trial | None], None]]:
-    """Give what tells of trials: lines, and on a terminal a table below them that is drawn again and again."""
+    """Yield a function that shows trials: lines, and on a terminal a live table below them."""
     from rich.live import Live
 
     from lockstep.core.sweep.outcome import ENDED

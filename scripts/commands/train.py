@@ -307,7 +307,7 @@ def _alarm(
 
 
 def _load(run: RunDir, data: RunData, session: Session, console: Console, going_on: _GoingOn, ranks: Ranks) -> int:
-    """Bring session and run directory back to the checkpoint; returns its step."""
+    """Reset session and run directory to the checkpoint; return its step."""
     from lockstep.core.backend import NotSupported
     from lockstep.core.capabilities import Restores, ask
     from lockstep.core.checkpoint.format import (

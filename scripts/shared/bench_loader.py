@@ -68,7 +68,7 @@ class Contender:
 
 
 def serve(job: dict[str, Any], out: IO[str]) -> None:
-    """Answer until `end`; every answer is a line of JSON."""
+    """Serve requests until `end`; every answer is a line of JSON."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {job["core"]})
     contender = Contender(job)

@@ -173,7 +173,7 @@ class MutantBench:
         return Made(record, shown.nll, shown.grads, before, session.state(), session.evaluate(batches[0]))
 
     def _judged(self, row: Row, mutant: Mutant, place: Place) -> Row:
-        """Lead a session to the step in which the mutant first acts, and judge that one."""
+        """Run a session to the step in which the mutant first acts, and judge that step."""
         from lockstep.core.sinks.phrases import bounds
 
         session = self._open(mutant, place)

@@ -62,7 +62,7 @@ class Browser:
         )
 
     def theme(self, name: str) -> None:
-        """Prefer `light` or `dark`."""
+        """Set the preferred theme: `light` or `dark`."""
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def command(self, name: str, **parameters: Any) -> Any:

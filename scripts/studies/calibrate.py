@@ -155,7 +155,7 @@ def measured_here(recipe: str) -> list[Part]:
 
 
 def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[str, Any]) -> None:
-    """Put what was measured of these parts in the place of what there was of them."""
+    """Replace the measurements of these parts."""
     others = {kind: row for kind, row in rows.get(recipe, {}).items() if part_of(kind) not in parts}
     rows[recipe] = others | measured
 

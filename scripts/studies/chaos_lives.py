@@ -185,7 +185,7 @@ class Life(ABC):
         }
 
     def end(self) -> Line:
-        """Bring it to its end, and compare."""
+        """Run it to its end, and compare."""
         if not self.over:
             self._go(None, 0.0)
         problems = [self._failed] if self._failed else list(self.compare())

@@ -158,7 +158,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write(sections: dict[str, str]) -> None:
-    """Put sections between their marks in docs/guide/plan.md."""
+    """Write sections between their marks in docs/guide/plan.md."""
     page = PAGE.read_text()
     for name, text in sections.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

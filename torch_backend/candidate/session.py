@@ -226,7 +226,7 @@ class ModuleSession:
             return to_numpy(self.candidate.logits(self.model, ids)[0, -1].to(self._stream))
 
     def keep_inputs(self) -> None:
-        """Keep copies of what the forward passes of the next step are given."""
+        """Keep copies of the inputs of the forward passes of the next step."""
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:

@@ -123,7 +123,7 @@ class ShardedRanks(Sharing):
         return found
 
     def unreduced(self, take: Callable[[Tensor, Tensor], None], program: Callable[..., Any], *inputs: Any) -> None:
-        """Give `take` each parameter and the whole gradient of this rank's own micro-batch, which no sum has touched.
+        """Hand `take` each parameter and the whole gradient of this rank's own micro-batch, before any sum.
 
         A part's gradients come when its backward pass is done, and go when they are taken.
         """

@@ -104,7 +104,7 @@ class PeerSession:
         return found.state(self.stream_state(found))
 
     def stream_state(self, take: Take) -> State:
-        """Give each tensor of `state` to `take`."""
+        """Hand each tensor of `state` to `take`."""
         return self._look("state", lambda: self._giving(StreamsState, "state", take, partial(stream_state, self.own)))
 
     def load(self, state: State) -> None:
@@ -151,7 +151,7 @@ class PeerSession:
         return self.peers.gather(node_report(seen), "look for the run's folder")
 
     def write(self, folder: Path) -> WritingTorch:
-        """Begin to write this rank's share of the state; every rank waits for what it gives."""
+        """Start to write this rank's share of the state; every rank waits for the result."""
         return self._do("write", lambda: self.own.write(folder), together=False)
 
     def random_state(self) -> dict[str, np.ndarray]:
@@ -177,7 +177,7 @@ class PeerSession:
         return found.gradients(self.stream_gradients(batch, found))
 
     def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
-        """Give each gradient of `gradients` to `take`."""
+        """Hand each gradient of `gradients` to `take`."""
 
         def own() -> Gradients:
             of_own = partial(stream_gradients, self.own, batch)
@@ -248,7 +248,7 @@ class PeerSession:
         return [arrays for of_rank in self.peers.to_first(found) for arrays in of_rank.values()]
 
     def stream_rank_gradients(self, batch: Batch, take: Callable[[int, str, np.ndarray], None]) -> None:
-        """Give each gradient of `rank_gradients` to `take` on the rank that made it, with its micro-batch's number."""
+        """Hand each gradient of `rank_gradients` to `take` on the rank that made it, with its micro-batch's number."""
         self._require_shared(batch)
         ranks = self.own.ranks
         assert ranks is not None
@@ -284,7 +284,7 @@ class PeerSession:
         return self._look("observe", lambda: self.own.observe(batch, taps))
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Give each tensor of `observe` to `take`."""
+        """Hand each tensor of `observe` to `take`."""
         of_own = partial(stream_taps, self.own, batch, taps)
         if self._by_rank:
             self._seen = {}

@@ -115,7 +115,7 @@ class NotSummed(DefaultReduceScatter):
         self._members, self._take = members, take
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Give `take` each parameter and this rank's gradient of it, and write zeros in place of the sum.
+        """Hand `take` each parameter and this rank's gradient of it, and write zeros in place of the sum.
 
         input_tensor: a row a rank, of that rank's part of every gradient, filled up to equal parts.
         """

@@ -104,7 +104,7 @@ class Sharing:
         return own, {id(p) for params in odd for p in params}
 
     def most(self, found: Tensor) -> None:
-        """Put the largest over all ranks in each element's place."""
+        """Replace each element by the largest over all ranks."""
         self.on_sent("the amaxes of FP8" if self.sharded else "")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 

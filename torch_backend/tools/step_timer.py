@@ -27,7 +27,7 @@ class StepTimer:
         self._found: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Begin a step and drop the marks of the one before."""
+        """Start a step and drop the marks of the one before."""
         self._marks, self._excluded, self._found = {}, {}, {}
         self._started = time.perf_counter()
         self.mark(BEGIN)
@@ -42,7 +42,7 @@ class StepTimer:
 
     @contextmanager
     def exclude(self, part: str) -> Iterator[None]:
-        """Charge the time inside the context to `part`; it reads tensors, so the device is waited for at both ends."""
+        """Add the time inside the context to `part`; it reads tensors, so the device is synchronised at both ends."""
         self._wait()
         started = time.perf_counter()
         yield

@@ -58,7 +58,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _replace(mine: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give a mapping the entries that it had, if it has others."""
+    """Restore a mapping's entries, if they have changed."""
     if mine.keys() != before.keys() or any(mine[key] is not before[key] for key in before):
         mine.clear()
         mine.update(before)

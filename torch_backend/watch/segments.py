@@ -107,7 +107,7 @@ def _fresh(given: Any) -> Any:
 
 @contextmanager
 def _widened(slots: list[tuple[nn.Module, str, nn.Parameter]], names: dict[int, str], sink: Sink) -> Iterator[None]:
-    """Put FP64 in front of each parameter: an attribute of the instance comes before `_parameters`."""
+    """Replace each parameter, within the block, by an FP64 attribute of the instance, which precedes `_parameters`."""
     wide = {id(p): p for _, _, p in slots}
     wide_of = {key: _Widen.apply(p, names[key], sink) for key, p in wide.items()}
     try:

@@ -54,7 +54,7 @@ def divisor(model: nn.Module, ranks: int) -> float:
 
 
 def put_empty(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Put an empty module into the memo of a `copy.deepcopy` for each of FSDP's, of the class before `fully_shard`.
+    """Insert an empty module into a `copy.deepcopy`'s memo for each FSDP module, of the class before `fully_shard`.
 
     `fill` gives them their attributes. In two passes, since modules may know each other in any way.
     """

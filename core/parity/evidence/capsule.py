@@ -170,7 +170,7 @@ def _place(folder: Path, step: int) -> Path:
 
 
 def _keep(evidence: Evidence, folder: Path) -> FolderStore:
-    """Put the evidence into `folder` and flush it to the disk; a folder that is finished already is moved as it is."""
+    """Write the evidence into `folder` and flush it to the disk; a folder that is finished is moved as it is."""
     store = store_of(evidence)
     if store is None:
         store = FolderStore.create(folder)

@@ -28,6 +28,6 @@ class Changed:
         return {} if self._state is None else self._state.sums
 
     def note(self, what: str) -> None:
-        """Note what was changed since the last call, under what was done."""
+        """Note what has changed since the last call, under the name of the operation that was run."""
         if self._state is not None:
             self.found[what] = self._state.changed()

@@ -45,7 +45,7 @@ def return_large_blocks(config: RunConfig) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the system back what the C library keeps of freed memory, if it is one that can be asked (glibc).
+    """Return freed memory that the C library keeps to the system, where the library is glibc.
 
     After the evidence of the 1.24B model is gathered it keeps some gigabytes, which the judge needs in other pieces.
     """
@@ -55,7 +55,7 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def store_for(config: RunConfig, ranks: Ranks = ONE) -> Iterator[Store]:
-    """Give the store for a check of this model; a folder is removed at the end, unless it was moved away.
+    """Yield the store for a check of this model; a folder is removed at the end, unless it was moved away.
 
     Several ranks have one folder, which rank 0 makes. Raises UserError if it cannot be made, or a rank does not see it.
     """

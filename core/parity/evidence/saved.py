@@ -130,7 +130,7 @@ def store_of(evidence: Evidence) -> FolderStore | None:
 
 
 def save_evidence(evidence: Evidence, store: FolderStore) -> Evidence:
-    """Put what `store` does not hold yet, finish it, and return the evidence as `open_evidence` gives it.
+    """Write what `store` does not hold yet, finish it, and return the evidence as `open_evidence` returns it.
 
     Raises UserError if the disk refuses; then the store is removed.
     """
@@ -179,7 +179,7 @@ class _Writer:
         self._store = store
 
     def document(self, evidence: Evidence) -> _Document:
-        """Put everything and return what `evidence.json` holds."""
+        """Write all tensors and return the contents of `evidence.json`."""
         return _Document(
             SCHEMA,
             self._state("before", evidence.before),

@@ -195,7 +195,7 @@ class FolderStore:
 
     @classmethod
     def join(cls, folder: Path, rank: int, ranks: int) -> Self:
-        """Put into the folder that rank 0 has made. Raises UserError if this rank does not see it."""
+        """Open the folder that rank 0 has made, to put into. Raises UserError if this rank does not see it."""
         if not folder.is_dir():
             raise UserError(
                 f"rank {rank} does not see {folder}, where rank 0 keeps evidence: it must lie where all nodes have it, "

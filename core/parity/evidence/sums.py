@@ -48,7 +48,7 @@ def accumulate(session: Session, config: RunConfig, before: State, micros: list[
 
 
 def _adding(share: float, so_far: Store | None, total: Store) -> Take:
-    """Put share · gradient into `total`, added to what `so_far` holds, if it is given.
+    """Write share · gradient into `total`, plus the sum `so_far` if it is given.
 
     A gradient that is not there, or is of another shape, has no sum, and the check misses it.
     """

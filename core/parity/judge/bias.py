@@ -190,7 +190,7 @@ class Bias:
         return self._sums[key].total.shape[1] if key in self._sums else None
 
     def forget(self, key: Key) -> None:
-        """Begin this key's sums anew."""
+        """Reset this key's sums."""
         self._sums.pop(key, None)
 
     def checks(self, key: Key) -> int:

@@ -120,7 +120,7 @@ def _nll_of_others(evidence: Evidence, config: RunConfig) -> np.ndarray | None:
 
 @contextmanager
 def _beside(reference: Reference, work: Callable[[], T]) -> Iterator[Callable[[], T]]:
-    """Begin some work; the result is waited for. Where one thread at a time may ask the reference, it is done then."""
+    """Start some work, whose result is waited for. Where one thread at a time may use the reference, run it then."""
     if not reference.threads:
         yield work
         return

@@ -47,7 +47,7 @@ def reports(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterat
 
 
 def _norms(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterator[Finding]:
-    """Hold norms by group to those in FP64 of the candidate's own gradients, weights and updates."""
+    """Compare norms by group with those in FP64 of the candidate's own gradients, weights and updates."""
     before, after, metrics = evidence.before.params, evidence.after.params, evidence.record.metrics
     shapes = parameter_shapes(config.model)
     grads = evidence.stepped.grads if evidence.stepped else {}

@@ -45,7 +45,7 @@ def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> 
 
 
 def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
-    """Hold each mean in a record to that of its scores, which is summed exactly; of a mixture also each data set's.
+    """Compare each mean in a record with that of its scores, summed exactly; of a mixture also each data set's.
 
     A mean of a data set that is not in the record, or of one that is not in the mixture, is wrong. Bound: that of a sum
     in FP64 (scalar_bounds.py), in which the trainer accumulates.

@@ -237,7 +237,7 @@ class Comparison:
                     apart += sketch(candidate - twin, at)
 
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
-        """Hold what was added to its bounds.
+        """Compare what was added with its bounds.
 
         noise: gives the norms of what the stream dtype's arithmetic alone makes of this result. It is computed before
         an accusation: where a result is what is left of a cancellation, one twin's error does not predict another's. So

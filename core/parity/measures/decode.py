@@ -102,7 +102,7 @@ def explain(
     gain_bound: float = 1.0,
     excess_bound: float = 3.0,
 ) -> list[str]:
-    """Put a wrong length into words; return nothing if the direction is wrong too, or no known number fits."""
+    """Describe a wrong length in words; return nothing if the direction is wrong too, or no known number fits."""
     if not found.right(twin_relative_error, excess_bound):
         return []
     return decode(found.ratio, known, found.tolerance(twin_relative_error, gain_bound))

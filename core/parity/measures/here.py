@@ -115,7 +115,7 @@ def read(recipe: str) -> Here | None:
 
 
 def write(recipe: str, here: Here) -> Path:
-    """Keep what was measured of a recipe. Raises UserError if nothing is to be kept, or the disk refuses."""
+    """Store the measurements of a recipe. Raises UserError if none are to be kept, or the disk refuses."""
     path = path_of(recipe)
     if path is None:
         raise UserError(f"{FOLDER} is off: there is no folder to keep a calibration in")

@@ -98,7 +98,7 @@ class Rerun:
         self.unseen: set[str] = set()
 
     def to(self, done: int) -> None:
-        """Bring the session to the state after `done` steps."""
+        """Run the session up to the state after `done` steps."""
         nearest = self._states.nearest(done)
         if self._done is None or not nearest <= self._done <= done:
             self._load(self._states.load(nearest, self._session), nearest + 1)

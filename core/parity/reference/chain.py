@@ -115,7 +115,7 @@ class Chain:
         self._narrow = {tap for tap, one in graph.by_tap.items() if self._plan.option(one.kind, OUTPUT)}
 
     def run(self, batch: Batch, names: Collection[str], weight: float | None = None) -> Named:
-        """Give each array that is asked for once, the last segment's first, in the stream dtype.
+        """Yield each requested array once, the last segment's first, in the stream dtype.
 
         names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
         `gradient/PARAMETER`, summed over micro-batches; `amax/LAYER`, (3,) float32, the largest magnitudes of what a
@@ -285,7 +285,7 @@ def _inputs(one: Operation, taps: Arrays, weights: Arrays, batch: Batch) -> dict
 
 
 def _join(micro: _Part, pieces: list[_Part]) -> None:
-    """Give a micro-batch what its pieces sent back."""
+    """Join the gradients of a micro-batch's pieces into the micro-batch's."""
     if pieces != [micro]:
         for tap in pieces[0].grads:
             micro.grads[tap] = np.concatenate([piece.grads[tap] for piece in pieces], axis=1)

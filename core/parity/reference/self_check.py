@@ -90,7 +90,7 @@ def self_checked(opened: Reference, backend: Backend) -> Reference:
 
 
 def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
-    """Put every question to a reference. A part that raises NotSupported is not covered, nor a model it cannot open."""
+    """Check a reference by every question. Parts that raise NotSupported, or models it cannot open, are not covered."""
     subjects = Subjects(reference, small(config))
     questions: tuple[tuple[str, Callable[[Subjects], Iterator[Finding]]], ...] = (
         ("closed forms", _closed_forms),

@@ -29,7 +29,7 @@ class Made:
 def passes(
     reference: Reference, state: State, batch: Batch, names: Collection[str], weight: float | None = None
 ) -> Iterator[Made]:
-    """Give what is asked for of one batch at a state, in the order and under the names of `Chain.run`.
+    """Yield the requested arrays of one batch at a state, in the order and under the names of `Chain.run`.
 
     weight: what the loss Σ weight·nll is divided by, by default the batch's own Σ weight.
 

@@ -83,7 +83,7 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
 
 
 def _merge(order: list[str], ids: Iterable[str]) -> None:
-    """Put ids that `order` lacks behind the one that they follow."""
+    """Insert ids that `order` lacks after the one that they follow."""
     at = 0
     for id in ids:
         if id in order:

@@ -436,7 +436,7 @@ class Watcher:
             self._last = (self.steps, _digest(left), ended)
 
     def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
-        """Put together what was read."""
+        """Join what was read into a step."""
         before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
         kinds: list[str] = []
         for i, (first, last) in enumerate(zip(pending.before, pending.after, strict=True)):
@@ -587,7 +587,7 @@ class Watcher:
             log.log(logging.WARNING if here else logging.DEBUG, "%s", in_words(check))
 
     def _drop(self) -> None:
-        """Forget a step that is not finished, and stop listening."""
+        """Drop a step that is not finished, and stop listening."""
         self._failed = None
         if self._pending is not None:
             for handle in self._pending.handles:

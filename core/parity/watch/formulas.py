@@ -17,7 +17,7 @@ _loaders: list[Loader] = []
 
 
 def offer(loader: Loader) -> None:
-    """Offer formulas; `loader` is called when the first operation is judged."""
+    """Register formulas; `loader` is called when the first operation is judged."""
     if loader not in _loaders:
         _loaders.append(loader)
 

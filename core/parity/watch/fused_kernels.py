@@ -12,7 +12,7 @@ _probes: list[Probe] = []
 
 
 def offer(probe: Probe) -> None:
-    """Offer a probe; it is called with parameters of its own framework and of others."""
+    """Register a probe; it is called with parameters of its own framework and of others."""
     if probe not in _probes:
         _probes.append(probe)
 

@@ -328,7 +328,7 @@ def _updated(
 def _local(
     stage: str, tap: str, band: str, d: Distances, x: np.ndarray, dtype: str, of_weights: float, note: str = ""
 ) -> Finding:
-    """Hold a moment or an update to its bounds. of_weights: the part of a relative error that rounds the weights."""
+    """Compare a moment or an update with its bounds. of_weights: the share of an error that rounds the weights."""
     if dtype == "float64":
         basis = f"FP64: {calibrated_bounds.FP64_LIMIT:.0e}, and {ULPS_OF_WEIGHTS:g} ulp of the weights for an update"
         most = calibrated_bounds.FP64_LIMIT + of_weights

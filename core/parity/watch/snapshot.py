@@ -63,7 +63,7 @@ class ShowsStages(Protocol):
     """A reference that also judges the stages of the model, each from what the candidate itself gave it."""
 
     def attend(self, due: Callable[[], int | None]) -> None:
-        """Begin to record the forward passes of those steps that will be checked.
+        """Start to record the forward passes of those steps that will be checked.
 
         due: gives the number of the step that is being made, None where it is not to be checked.
         """

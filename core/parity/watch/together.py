@@ -159,7 +159,7 @@ class Share:
 def put_together(
     ranks: Ranks, number: int, pending: Pending | None, uncovered: Uncovered, reading: Reading
 ) -> Pending | None:
-    """Give rank 0 what all ranks read of a step. A collective call.
+    """Send rank 0 what all ranks read of a step. A collective call.
 
     Returns None on the other ranks, and where one of them read nothing. The loss is the sum of the ranks' over the
     divisor of their gradients.

@@ -18,7 +18,7 @@ SHOWN, JUDGED, LARGE = 65_536, 8192, 2**26
 
 
 def loop(kernel: str, mended: bool = False) -> Seen:
-    """Hold one function to the honest error of another. mended: with the work-around."""
+    """Compare one function with the honest error of another. mended: with the work-around."""
     return {
         "layer_norm": layer_norm,
         "embedding": embedding,

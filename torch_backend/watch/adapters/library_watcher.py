@@ -45,7 +45,7 @@ class LibraryWatcher:
 
 
 def replace_on(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function into a method's place, on this object alone. Returns what puts back that which stood there."""
+    """Replace a method on this object alone. Returns a function that restores it."""
     stood = vars(owner).get(name)
     setattr(owner, name, method)
 

@@ -101,11 +101,11 @@ class Watched(LibraryWatcher):
             self.watcher.in_closure(self._total)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Give the module its own `optimizer_step` back."""
+        """Restore the module's own `optimizer_step`."""
         self._restore()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Give the module its own `optimizer_step` back."""
+        """Restore the module's own `optimizer_step`."""
         self._restore()
 
     def _restore(self) -> None:

@@ -72,7 +72,7 @@ class TitanWatcher(LibraryWatcher):
         self._put_back = replace_on(trainer, "train_step", self._train_step)
 
     def stop(self) -> None:
-        """Give the trainer its own `train_step` back."""
+        """Restore the trainer's own `train_step`."""
         self._put_back()
 
     def _begin(self) -> None:

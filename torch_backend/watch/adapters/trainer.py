@@ -128,7 +128,7 @@ class Watched(LibraryWatcher):
             raise
 
     def restore(self) -> None:
-        """Give the trainer its own `training_step` back."""
+        """Restore the trainer's own `training_step`."""
         if self._put_back is not None:
             self._put_back()
         self._put_back = None
@@ -153,7 +153,7 @@ def targets_of(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Weigh each micro-batch's sum by the number of targets of the whole step."""
+    """Return a weight for each micro-batch's sum: 1 / the number of targets of the whole step."""
     count = sum(int((targets_of(part) != NO_TARGET).sum()) for part in parts)
     return [1.0 / count if count else 0.0] * len(parts)
 
