@@ -368,7 +368,7 @@ class Observes(Programs):
         return {PROBE_NLL: observed(np.concatenate([to_numpy(n) for n in nll])), **found}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute one stage on the given inputs: see `JaxSession.run_stage`, whose torch twin this is."""
+        """Execute a stage, as the twin `JaxSession.run_stage` does. Raises NotSupported if the stage is unknown."""
         self.switches.require()
         if stage == "update":
             return self._run_update(inputs)

@@ -37,7 +37,7 @@ class Side:
         self._rest = b""
 
     def ask(self, message: str, limit: float) -> dict[str, Any]:
-        """Send a line; the answer."""
+        """Send a line, and return the answer. Raises UserError if the process has ended, or as `answer` does."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(message.encode() + b"\n")

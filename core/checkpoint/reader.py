@@ -151,9 +151,9 @@ class _Tensors(Mapping[str, np.ndarray]):
 
 @contextmanager
 def opened_checkpoint(folder: Path, read: Read | None = None) -> Iterator[State]:
-    """Verify a checkpoint as `load_checkpoint` does, and give its state while it is open, a tensor at a time.
+    """Verify a checkpoint as `load_checkpoint` does, and yield its state while it is open, a tensor at a time.
 
-    Raises as `load_checkpoint`. Other formats than safetensors are read at once.
+    Raises CorruptCheckpoint, as `load_checkpoint` does. Other formats than safetensors are read at once.
     """
     manifest = verify_checkpoint(folder)
     if manifest["format"] != SAFETENSORS:

@@ -274,12 +274,13 @@ class RunDir:
             raise UserError(f"{error}; lockstep train --resume {quoted(self.path)} sets it aside") from error
 
     def resume_from(self, step: int, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Make the directory what it was after `step`, before going on from there, and note the resume in run.json.
+        """Set the directory back to its contents after `step`, and note the resume in run.json.
 
         Records, checks, observations, spikes and checkpoints of later steps belong to another future. They are moved to
         branches/NNN/, where nothing prunes them, and run.json lists them under `branches`; a branch that is begun on
         purpose leaves such a folder in any case, and is the one of the next number. Damaged lines are moved to
         damaged/NNN/ and listed under `damaged`; `warn` is called for them, and for steps whose lines are missing.
+        Raises UserError if the disk refuses.
         """
         self._writer()
         assert self._records is not None and self._checks is not None and self._saved is not None

@@ -37,7 +37,7 @@ class OnRay:
     address: str = ""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
-        """Implement `Engine.run`."""
+        """Implement `Engine.run`. Raises UserError if Ray has no room for the trials."""
         # Ray tells of its use, and changes folders, unless it is asked not to before it is loaded.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")

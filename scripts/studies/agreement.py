@@ -37,7 +37,7 @@ def values(checks: list[Check], stage: str, measure: str) -> list[float]:
 
 
 def row(policy: str, compiled: bool, micro_batches: int) -> str:
-    """Check one combination; a row of the table."""
+    """Check one combination, and return its row of the table."""
     torch._dynamo.reset()
     started = time.perf_counter()
     config = load_config(ROOT / "configs/quickstart.toml", {"precision.policy": policy, "device": "cpu"})

@@ -174,7 +174,7 @@ def _tree_bytes(session: int) -> int:
 
 
 def prepared(source: str, out: str, workers: int, tokenizer: str | None = None) -> dict[str, Any]:
-    """Prepare, with a tokenizer or one that is trained; seconds of each stage."""
+    """Prepare, with a given tokenizer or a trained one; return seconds of each stage."""
     from lockstep.core.data.prepare import PrepareSettings, Progress, prepare
 
     seconds: dict[str, float] = {}
@@ -197,7 +197,7 @@ def prepared(source: str, out: str, workers: int, tokenizer: str | None = None) 
 
 
 def cataloged(source: str) -> dict[str, Any]:
-    """Read a source once, and plan its shards; seconds and documents."""
+    """Read a source once, and plan its shards; return seconds and documents."""
     from lockstep.core.data.catalog import read_catalog
     from lockstep.core.data.plan import plan_shards
     from lockstep.core.data.sources import list_source

@@ -39,7 +39,7 @@ class Numerics:
     taps_keep_bits = False
 
     def build(self, config: RunConfig) -> nn.Module:
-        """Build the module; its weights are overwritten."""
+        """Build the module, whose weights are overwritten. Raises UserError if a subclass does not define it."""
         raise UserError(f"{type(self).__name__} builds no model: write build(self, config)")
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:

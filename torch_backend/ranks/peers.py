@@ -91,7 +91,10 @@ class Peers(RankProgress):
         self.store.set_timeout(self._patience)
 
     def of_first(self, compute: Callable[[], T], asked: str = "hear what rank 0 decides") -> T:
-        """Return on every rank what `compute` gives on rank 0, where alone it is called; raise what it raises."""
+        """Call `compute` on rank 0 alone, and return its result on every rank.
+
+        If it raises, so does every rank: rank 0 the error itself, others NotSupported for that, else RankError.
+        """
         raised = None
         with self._watched(asked):
             found: list[Any] = ["done", None]

@@ -28,6 +28,7 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
 
     session: what steps; own: this process's part of it, which is the same thing but under ranks. Gives `step_seconds`,
     the mean over TIMED further steps without the profiler, and `memory` in bytes (torch_backend/tools/bench.py).
+    Raises UserError if the trace cannot be written.
     """
     cuda = own.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

@@ -75,7 +75,8 @@ class Operations:
     def observe(self, loss: Callable[[], Any], params: Arrays, precision: Precision, uncovered: Uncovered) -> Observed:
         """Run the loss on the live module, and judge operations of it.
 
-        loss: runs it. params: the module's parameters by name, for one whose forward writes them.
+        loss: runs it. params: the module's parameters by name, for one whose forward writes them. Raises UserError if
+        none of the operations could be judged.
         """
         started, found = time.perf_counter(), _Found()
         if not self._turns.kinds:

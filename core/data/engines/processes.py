@@ -34,7 +34,10 @@ class Processes:
     def map(
         self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path, threads: int = 1
     ) -> Iterator[tuple[int, Result]]:
-        """Yield each part's number and result; a worker that dies ends it all, and parts that are done stay."""
+        """Yield each part's number and result.
+
+        Raises UserError if a part fails or a worker dies, which ends all workers; finished parts stay.
+        """
         if self._workers == 1 or len(parts) < 2:
             for number, part in enumerate(parts):
                 yield number, work(part)

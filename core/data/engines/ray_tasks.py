@@ -69,7 +69,10 @@ class RayTasks:
     def map(
         self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path, threads: int = 1
     ) -> Iterator[tuple[int, Result]]:
-        """Yield each part's number and result."""
+        """Yield each part's number and result.
+
+        Raises UserError if a part fails, or if MOST_ATTEMPTS tasks of a part were lost.
+        """
         if not parts:
             return
         ray = self._connect()

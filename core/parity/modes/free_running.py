@@ -46,7 +46,7 @@ class Drift:
 
 
 def drift(candidate: Backend, reference: Backend, config: RunConfig, batches: Iterable[Batch]) -> Iterator[Drift]:
-    """Step all three on the same batches, with uneven loss weights; one `Drift` a step.
+    """Step all three sessions on the same batches, with uneven loss weights; yield a `Drift` a step.
 
     All begin from the *candidate's* initial state, so that what grows is what its steps add.
     """

@@ -69,7 +69,7 @@ def _real_device() -> str | None:
 
 
 def _compile(row: Row, library: Path, name: str, arguments: Arguments) -> str:
-    """Compile one row; a line about it."""
+    """Compile one row, and return a line about it."""
     config = load_config(arguments.config, row.overrides("cuda"))
     if not config.compile.enabled:
         return f"{row.name}: nothing to compile"
