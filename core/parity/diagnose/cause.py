@@ -26,9 +26,9 @@ from lockstep.core.parity.reference.stages import library_heads
 from lockstep.core.train.skipped_steps import as_its_own
 
 NO_DIFFERENCE = "made no difference to the candidate"
-# Where a step repeats, and not as it ran.
+# The cause, where a step repeats its bits but differs from the run's own step.
 OUTSIDE = "depended on something outside the state that the session shows, which loading resets, or on hardware"
-# Every variation begins from a state that was loaded.
+# Every variation starts from a loaded state.
 CONTROL = "with nothing changed"
 NOT_FROM_ITS_STATE = f"a fresh start from the state before the step does not show it: as it ran, the step {OUTSIDE}"
 
@@ -153,7 +153,7 @@ def find_cause(
     check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
     (no such device, no bounds for its recipe) is listed with the reason, and is no evidence.
     """
-    # A variation changes one thing alone: what stands for `auto` is not chosen anew for it.
+    # A variation changes one setting: `auto` keeps the value that it had.
     config = settled(config, config.device)
     if check is None:
         check = _judged(reference, config, evidence)
@@ -170,7 +170,7 @@ def find_cause(
     gone = [words for words, outcome in tried if outcome == "vanishes"]
     kept = [words for words, outcome in tried if outcome == "stays"]
     idle = [words for words, outcome in tried if outcome == NO_DIFFERENCE]
-    if gone and not idle:  # a variation that makes no difference is the step with nothing changed
+    if gone and not idle:  # if some variation changes no bit, the unchanged step is the control
         control = _outcome(backend, reference, config, evidence, check.origin)
         if control == "vanishes":
             tried.append((CONTROL, control))
@@ -212,7 +212,7 @@ def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence:
             session.close()
     except (NotSupported, UserError) as reason:
         return f"could not be tried: {str(reason).splitlines()[0]}"
-    except Exception as error:  # a candidate is somebody else's code, and this a configuration that it never saw
+    except Exception as error:  # a candidate is foreign code, and this configuration is new to it
         said = next(iter(str(error).splitlines()), "")
         return f"could not be tried: {type(error).__name__}: {said}"
     if any(_link(found) == _link(origin) for found in check.origins):

@@ -32,7 +32,7 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.ranks import Ranks, is_sharded
 
 NAMED = 5
-# Micro-batches, or pairs of sequences, that are shown to the reference after an alarm of training.
+# Micro-batches, or pairs of sequences, that the reference repeats after an alarm of training.
 MOST_SHOWN_AGAIN = 4
 RANDOM = "random numbers that no state holds, such as those of dropout that was left on, or a race"
 HOW_TO_TELL = "run the same steps again: what recurs at the same step with the same bits is no hardware"
@@ -91,7 +91,8 @@ def sound(
     on.
     """
     ranks = ranks_of(session)
-    # The next steps depend on rank 0's, on every rank. No rank still reads the evidence when rank 0 packs it.
+    # On every rank, the next steps depend on rank 0's result. When rank 0 packs the evidence, no rank reads it any
+    # more.
     repeat = ranks.gather(repeated(session, evidence, check, config, judge_again), "`run the step again`")[0]
     cause = [repeat.why]
     if repeat.happened is not False and find_cause is not None:
@@ -126,7 +127,7 @@ def named(
     with ExitStack() as stack:
         try:
             now = _state_into(stack.enter_context(store_for(config, ranks_of(session))), session, config)
-        except UserError:  # the disk is full: the check has its verdict without it
+        except UserError:  # the disk is full: the check keeps its verdict
             return evidence, check
         try:
             return rechecked(session, config, evidence, check, judged, MOST_SHOWN_AGAIN)
@@ -211,7 +212,7 @@ def _run_again(
         probe, norms, tapped = evidence.given_probe, evidence.given_norms, evidence.given_tapped
         again = gather(session, config, evidence.batch, probe, norms, evidence.due, tapped, store)
         return of_all_ranks(again, store, ranks)
-    except Exception as error:  # a candidate is somebody else's code, and training goes on after an alarm
+    except Exception as error:  # a candidate is foreign code, and training continues after an alarm
         return error
     finally:
         _put_back(session, now, config)

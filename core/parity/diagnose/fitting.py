@@ -27,18 +27,18 @@ from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check, Finding, Fitting
 from lockstep.core.parity.reference.stages import stages_of
 
-# Choices depend on each other where one stage reads two: a second round settles them.
+# Where one stage reads two choices, they depend on each other: a second round settles them.
 ROUNDS = 2
-# Layers by whose stages choices are compared: the first one that differs, and one that is left, if any.
+# Layers whose stages decide between choices: the first layer that differs and, if another one remains, that one.
 LAYERS = 2
-# The kernels that a twin can follow, and whether they know of grouped queries.
+# Kernels that a twin can reproduce, each with and without grouped queries.
 KERNELS = [
     {"kernel": kernel.name, "grouped": grouped}
     for kernel in ATTENTION_KERNELS.values()
     if not kernel.on_cpu and kernel is not AUTO
     for grouped in ("copies", "kernel")
 ]
-# Beyond this many times its bound, a comparison is as far off as one can be.
+# Beyond this ratio to its bound, a comparison counts as this far off.
 MOST = 1e9
 SHOWN = ("precision.casts", "attention.kernel", "attention.grouped")
 
@@ -130,13 +130,14 @@ def _fitting(
         with closing(_Twin(reference, backend, config)) as other:
             stages = local.stages(evidence, other.reference, [], lambda stage: stage.kind in kinds)
             wrong = _wrong(stages, kinds, config)
-        # A fault of one layer alone may be another plan's rounding there, which all other layers lack.
+        # A fault of a single layer may look like another plan's rounding there, but all other layers lack that
+        # rounding.
         if len(wrong) >= len(_wrong(check.findings, kinds, declared)):
             return None
         left = next((one.layer for one in wrong if one.layer not in layers), None)
         if left is None:
             break
-        # Two kernels may give the same bits in the first layer that differs, and not in this one.
+        # Two kernels may give the same bits in the first layer that differs, and other bits in this one.
         layers.add(left)
     with closing(_Twin(reference, backend, config)) as other:
         whole = judge(evidence, other.reference)

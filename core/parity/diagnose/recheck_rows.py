@@ -30,9 +30,9 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
 from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
 
-# Judges evidence that shows other sequences: gives it as it is to be kept, and the stages that are wrong.
+# A judge of evidence for other sequences: it returns the evidence to keep, and the stages that are wrong.
 Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
-# Bytes of taps in memory that a micro-batch may show as it is.
+# A micro-batch with fewer bytes of taps is shown as a whole.
 MOST_SHOWN = 2e9
 
 
@@ -67,7 +67,7 @@ def rechecked(
         alone = all(OWN in found.note for found in check.findings if not found.ok)
         for tapped, note in islice(_others(evidence, config, own_first=alone and most is not None), most):
             taps = look(session, config, tapped, [])
-            # Scores are those of the other sequences.
+            # The evidence's scores belong to the other sequences.
             seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
             seen = replace(seen, probed=session.gradients(tapped))
             found = [(seen, list[Finding]())]

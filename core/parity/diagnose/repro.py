@@ -95,7 +95,7 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
         **parts.facts,
     }
     text = "".join(_template(name) for name in ("head", *parts.templates))
-    # A name out of somebody else's code must not end the string that it stands in.
+    # A name from foreign code must not end the string literal that contains it.
     words = {"title": _plain(where), "step": str(check.step), "about": "\n".join(map(_plain, parts.about.split("\n")))}
     words["facts"] = json.dumps(facts, indent=1).replace("'''", "'' '")
     script = re.sub(r"\$(title|step|about|facts)", lambda match: words[match[1]], text)
@@ -217,9 +217,9 @@ def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared])
             others = [array for array in shown if array is not None]
             own = evidence.taps.get(GRADIENT + total)
             if own is None or len(others) != len(parts):
-                continue  # this stage's own part is not known
+                continue  # the part that this stage itself contributes is unknown
             found[f"others.{role}"] = np.sum([a.astype(np.float64) for a in others], 0)
-        if own is None:  # nothing came back: that is a gradient of zeros
+        if own is None:  # no gradient came back: it is zero
             own = np.zeros_like(evidence.taps[total] if role in stage.reads else evidence.before.params[total])
         found[f"candidate.grad.{role}"] = own
     return found
@@ -337,7 +337,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     keys["update"] = "update", f"{name}{suffix}"
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
-    if not rule.bounds:  # the script of AdamW, for what a library of 8-bit moments keeps in FP32 as well
+    if not rule.bounds:  # AdamW's script covers what a library of 8-bit moments keeps in FP32
         facts["fused"] = rule is ADAMW and optim.fused is True
     if rule is ADAMW and evidence.record.adam_in_fp32:
         facts |= {beta: float(np.float32(facts[beta])) for beta in ("beta1", "beta2")}
@@ -367,7 +367,7 @@ def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
             return _pair(given, raw, f"what the session gives as the gradient of {name}", program, allowed)
         one = given if raw is None else raw
         if measure.name == "twin_distance" and one is not None and tapped is not None:
-            # The check's distance is in units of the twin's own error, which this gives back.
+            # The check's distance is in units of the twin's error: the quotient of the two is that unit.
             apart = float(np.linalg.norm(one.astype(np.float64) - tapped.astype(np.float64)))
             allowed = measure.high * apart / measure.value if measure.value else 0.0
             return _pair(one, tapped, f"{program}: {name}", "the same from the tapped program", allowed)

@@ -11,7 +11,7 @@ from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.judge.update import flat
 
-# The fields of a step's record besides its arithmetic.
+# Fields of a step's record that do not follow from its arithmetic.
 CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 
 
@@ -52,7 +52,7 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             yield f"amaxes of {name}, pass {i}", array
     for name, value in asdict(evidence.record).items():
         if name not in CLOCK:
-            # In words, which tell all numbers apart: a field may hold none.
+            # As text, since `repr` distinguishes all numbers and a field may be None.
             yield f"record.{name}", np.asarray(repr(value))
     for later in evidence.later:
         for name, value in asdict(later).items():

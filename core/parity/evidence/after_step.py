@@ -44,7 +44,7 @@ def after_step(found: Gathering) -> None:
     _take_parts(found)
     found.after = state_into(found.store, "after", session)
     found.miscounted = tuple(miscounted(session, found.after.updates))
-    # A session may forget to set the scales of FP8 after a step. Whatever loads a state below would set them.
+    # A session may forget to set FP8's scales after a step. A later load of a state would set them and hide that.
     tries_load = found.thorough and config.train.ranks == 1 and bool(layers(config))
     if tries_load:
         found.around_load = (sketched(session, found.micros[0]),)

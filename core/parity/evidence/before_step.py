@@ -41,7 +41,7 @@ def _observe_parts(found: Gathering) -> None:
     """Observe the gradients of the step's micro-batches apart from the step, unless the step itself shows its parts."""
     session, config, batch = found.session, found.config, found.batch
     several = has_parts(config, batch)
-    # A thorough check has time for passes apart from the step, which find what only a micro-batch's place in it does.
+    # A thorough check has time for separate passes, which find faults that depend on a micro-batch's place in the step.
     if several and not found.thorough:
         found.shows_parts = parts_of_step(session, config)
     if several and found.shows_parts is None:

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.core.parity.evidence.index import Entry
 from lockstep.core.parity.evidence.store import FolderStore
 
-# Bytes of tensors that may wait to be hashed and written, of a check that has its process to itself.
+# Bytes of tensors in the queue of a check that has its process to itself.
 WAITING_BYTES = 128 << 20
 
 

@@ -9,17 +9,17 @@ from lockstep.core.capabilities import Decodes, KeepsKeys, Samples, ask, ranks_o
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import LOGITS
 
-# Names of the logits, and of how many tokens each of them follows. At the end of the sequence:
+# Names of the logits, and of the number of tokens before each. These are at the end of the sequence.
 CACHED, LENGTHS = "cached", "lengths"
-# From the first token on, from a drawn one on, by a cache that has served another prompt, and without a cache.
+# These begin at the first token, at a drawn one, with a cache that has served another prompt, and without a cache.
 FROM_START = "cached_from_start", "lengths_from_start"
 FROM_DRAWN = "cached_from_drawn", "lengths_from_drawn"
 SECOND = "cached_second_prompt", "lengths_second_prompt"
 UNCACHED = "uncached", "lengths_uncached"
-# Tokens that are computed alone, behind those that are computed together: all but these, one, or a drawn number. The
-# drawn ones are as many as there are in a page of a paged cache, whose first place is then among them.
+# Tokens that are computed singly after a prompt of all but these, of one token, or of a drawn number of tokens. The
+# drawn prompt is followed by as many as a page of a paged cache holds, so that a page's first place is among them.
 ALONE, ALONE_FROM_START, ALONE_FROM_DRAWN, ALONE_SECOND = 3, 8, 16, 3
-# Rows of logits that are made, if the sequence is long enough: two are without a cache.
+# Rows of logits of a sequence that is long enough; the last two are without a cache.
 LOGITS_MADE = ALONE + ALONE_FROM_START + ALONE_FROM_DRAWN + ALONE_SECOND + 4 + 2
 
 
@@ -31,7 +31,7 @@ def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arr
     prompt was before: so it begins in several places, one of them drawn by the micro-batch, and serves a second prompt.
     `missing` gets what is not made. taps: the candidate's: without logits there is nothing to hold these to.
     """
-    # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
+    # All ranks compute with sharded weights; only rank 0 has taps.
     if not ranks_of(session).of_first(lambda: LOGITS in taps, "`sample`"):
         missing.append("sampling: the session shows no logits")
         return {}

@@ -149,7 +149,7 @@ def write_capsule(
             os.rename(final, replaced)
         os.rename(aside, final)
         store.folder = final / EVIDENCE
-    except UserError as error:  # of the state: it names the folder that is written aside
+    except UserError as error:  # part of the state: the name of the folder that is written beside the capsule
         raise UserError(f"cannot write the capsule {final}: {str(error).rpartition(': ')[2]}") from error
     except OSError as error:
         raise UserError(f"cannot write the capsule {final}: {error.strerror or error}") from error
@@ -208,7 +208,7 @@ def read_capsule(path: Path) -> Capsule:
         for one in (batch, tapped):
             one.require_tokens_below(config.model.vocab_size)
         thorough = about.get("thorough")
-        if thorough is None:  # before, the probe of a thorough check was the step's batch
+        if thorough is None:  # an earlier Lockstep probed the whole batch in a thorough check
             thorough = _batch(arrays, "probe", end_of_text).digest() == batch.digest()
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
@@ -217,7 +217,7 @@ def read_capsule(path: Path) -> Capsule:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
     config = load_config(path / CONFIG)
-    # `auto` on the CPU was packed before capsules kept what it stands for.
+    # An earlier Lockstep packed `auto` on the CPU without the value that it stood for.
     config = settled(config, config.device, BEFORE)
     return Capsule(path, config, state, batch, tapped, bool(thorough), record, verdict, about, kept)
 

@@ -19,11 +19,11 @@ from lockstep.core.parity.measures.stretches import stretches
 # The tap that scores are made of.
 LOGITS = "logits"
 TARGETS = "targets"
-# Stands behind `nll` where it is that of the sequences without weight, for their own targets.
+# The suffix of `nll` for sequences without weight, with their own targets.
 OTHERS = "_others"
-# Logits that are read at once.
+# Number of logits that are read at a time.
 AT_ONCE = 1 << 22
-# Policies that a run's metrics ask for: its own, and FP32 (`fp32/loss`).
+# Policies of a run's metrics: its own, and FP32 (`fp32/loss`).
 POLICIES: tuple[str | None, ...] = (None, "fp32")
 
 
@@ -61,7 +61,7 @@ def evaluated(
     micro-batch is evaluated, since sequences may share the scales of FP8. likeliest: by the candidate's own logits of
     the sequences with weight. `missing` gets what the session does not do.
     """
-    # All ranks take part in what weights that are cut over them compute; rank 0 alone has taps.
+    # All ranks compute with sharded weights; only rank 0 has taps.
     if not ranks_of(session).of_first(lambda: likeliest.tokens is not None, "`evaluate`"):
         missing.append("evaluation: the session shows no logits, from which the check chooses targets")
         return {}
@@ -69,7 +69,7 @@ def evaluated(
     targets = tapped.targets.copy()
     if likeliest.tokens is not None:
         targets[rows, 1::2] = likeliest.tokens[:, 1::2]
-    # As held-out batches have them.
+    # Held-out batches have these weights.
     asked = replace(tapped, targets=targets, weights=np.ones_like(tapped.weights))
     found: dict[str, np.ndarray] = {TARGETS: asked.targets[rows]}
     for policy in policies:

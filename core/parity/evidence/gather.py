@@ -59,7 +59,7 @@ def gather(
         found = begin(session, config, batch, probe, tapped, into, ahead)
         before_step(found)
         found.seconds = time.perf_counter() - started
-        # The step and its validation are no part of what gathering costs.
+        # The cost of gathering excludes the step and its validation.
         read_back = reading_back(session, found.missing)
         make_step(found, norms)
         if validation is not None and not found.not_finite:

@@ -58,7 +58,7 @@ class Gathering:
     evaluated: Arrays = field(default_factory=dict)
     accumulated: Accumulation | None = None
     reduced: Accumulation | None = None
-    # The step gives these two.
+    # The step itself sets these two.
     record: StepRecord = field(init=False)
     after: State = field(init=False)
     not_finite: str = ""

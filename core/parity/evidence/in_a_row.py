@@ -30,17 +30,17 @@ from lockstep.core.streams import Collected, stream_state
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
-# Keys of the result of `in_a_row`.
+# Keys of `in_a_row`'s result.
 LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
 WHILE_WRITTEN, RESTORED = "while written", "restored"
-# And of the scores and the samples that a session makes of a state that it came to by a step.
+# Keys of scores and samples, made from a state that a step has left, without a load.
 EVALUATION, SAMPLING = "evaluation", "sampling"
-# And of a run's first step as later ones, which several ranks have alike, and the last one's checkpoint
+# Keys of a run's first step repeated as later steps: the records, the agreement of ranks, and the last checkpoint
 # (core/parity/evidence/later_steps.py).
 AS_LATER, ALIKE, LAST_WRITTEN = "as later", "alike", "last written"
-# And of a step that is not finite (core/parity/evidence/left_out.py).
+# The key of a step that is not finite (core/parity/evidence/left_out.py).
 LEFT_OUT = "left out"
-# The taps of what `in_a_row` finds.
+# Taps of the findings, by key.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
     AT_ONCE: "the step after, at once",
@@ -54,22 +54,22 @@ TAPS = {
     LAST_WRITTEN: "the checkpoint of the last step",
     LEFT_OUT: "a step that is not finite",
 }
-# Fields of a record that are the step's arithmetic, in its order.
+# Fields of a record that the step's arithmetic sets, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
-# And those of them that are the model's.
+# The fields among these that the model's passes set.
 OF_MODEL = ARITHMETIC[:2]
 ON_RANK, AS_STEP = " on rank ", " as step "
 WHAT = "two steps in a row"
-# A step takes the gradients' memory beside a checkpoint's copy of the state; as much again is left free.
+# Beside a checkpoint's copy of the state, a step needs memory for gradients; as much again stays free.
 MEMORY_OF_STEP = 2
-# A session that reads its checkpoint itself may hold all of it beside its own state: weights and two moments.
+# A session that reads its own checkpoint may hold all of it, weights and two moments, beside its state.
 MEMORY_OF_STATE = 4
-# An element moves by about the rate, which changes one in a hundred bf16 weights of 0.02 at this one.
+# An update moves an element by about the learning rate. At this rate, one in a hundred bf16 weights of 0.02 changes.
 LEAST_RATE = 1e-6
-# No sum in another order moves a loss, or a norm of all gradients, or the length of a step, by so much of it.
+# Another order of sums changes a loss, a global gradient norm or the length of a step by less than this share.
 NO_ROUNDING = 0.05
-# Three times three steps: a fault that acts at every eighth call, or more often, acts in some and not in others. One at
-# every third acts in a step that the reference repeats.
+# Three times three steps: a fault that acts at every eighth call or more often acts in some steps and not in others. A
+# fault at every third call acts in a step that the reference repeats.
 REPEATED = 3
 
 Sums = Mapping[str, float]
@@ -138,7 +138,7 @@ class Follows:
         return self._fits(MEMORY_OF_STATE, "a step from a checkpoint that was restored")
 
     def _fits(self, times: int, what: str) -> bool:
-        # As if all ranks were on one machine. Parts of a model that is cut over them are the model, together.
+        # Assume that all ranks share one machine. The parts of a sharded model add up to one model.
         models = 1 if is_sharded(self._config) else self._config.train.ranks
         needed = times * models * np.dtype(np.float32).itemsize * parameter_count(self._config.model)
         if all(self._ranks.gather(available_memory_bytes() >= needed, "`look for memory`")):
@@ -151,7 +151,7 @@ class Follows:
             return None
         try:
             return Made(_step(self._session, other_batch(self._batch)), _sums(self._session, self._started))
-        except Exception as reason:  # as in `in_a_row`
+        except Exception as reason:  # as `in_a_row` does
             if self._config.train.ranks > 1 and not isinstance(reason, NotSupported):
                 raise
             self._missing.append(f"{what}: {in_words(reason)}")
@@ -162,7 +162,7 @@ def looked(session: Session, config: RunConfig, batch: Batch) -> Arrays:
     """Return scores and samples that show what weights they are made of, where the session makes any."""
     micro = batch.cut(config.train)[0]
     found: dict[str, np.ndarray] = {}
-    # The other order than before the step: either may undo what the other leaves behind.
+    # Sampling comes first here, and last before the step: each may undo what the other leaves behind.
     if not config.precision.couples_sequences:
         with suppress(NotSupported):
             found[SAMPLING] = np.array(ask(session, Samples).next_token_logits(micro.tokens[0]))
@@ -218,7 +218,7 @@ def in_a_row(
         return Made(_step(session, batch), sums())
 
     def third(gradients_first: bool) -> Made | None:
-        # A program that is captured runs once, is captured, and is another one from the third time on.
+        # A CUDA graph first runs eagerly, is then captured, and is replayed from the third step on.
         if before.step + 3 > config.train.steps:
             return None
         if gradients_first:
@@ -257,8 +257,8 @@ def in_a_row(
         runs = _Runs(at_once, with_a_check_between, again)
         return _compared(started, Made(*shown), follows, runs, missing, ranks_of(session))
     except Exception as reason:
-        # The step that was made keeps its verdict, also if one that the run has not come to fails. Among several ranks
-        # the others wait for the one that failed, so none can go on.
+        # The step keeps its verdict even if a later step fails. With several ranks, the other ranks wait for the failed
+        # one, so no rank can continue.
         if config.train.ranks > 1 and not isinstance(reason, NotSupported):
             raise
         missing.append(f"{WHAT}: {in_words(reason)}")
@@ -317,7 +317,7 @@ def _compared(
             if made is not None:
                 found[key] = on_any(ranks, made.differs_from(apart.second))
     if not found[LOADED] and any(found.values()):
-        # Some programs do not repeat their bits. A difference that is reported is there again, alike in every bit.
+        # Some programs do not repeat their bits. Only a difference that recurs with the same bits is reported.
         (second_again, third_again), again = runs.at_once(), runs.with_a_check_between()
         ours = second, third, apart.first, apart.second, apart.third
         theirs = second_again, third_again, again.first, again.second, again.third

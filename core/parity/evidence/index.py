@@ -20,12 +20,12 @@ from lockstep.core.files.atomic import read_sealed_json, sealed_json
 
 SCHEMA = 1
 INDEX = "index.json"
-# Each file begins with the length of its header, 8 bytes, and a header of this many, padded with spaces.
+# Each file begins with 8 bytes for the length of its header, then a header of this size, padded with spaces.
 HEADER = 1 << 15
 DATA = 8 + HEADER
-# A tensor is hashed in pieces of so many bytes, so that a part of it can be verified without the rest.
+# A tensor is hashed in pieces of this many bytes, so that a part can be verified without the rest.
 PIECE = 1 << 23
-# Dtypes by the names that safetensors gives them; all lie in files as little-endian.
+# Dtypes by safetensors' names; all are stored as little-endian.
 DTYPES = {
     "F64": "<f8",
     "F32": "<f4",
@@ -41,13 +41,13 @@ DTYPES = {
     "BOOL": "|b1",
 }
 NAMES = {np.dtype(code): name for name, code in DTYPES.items()}
-# A float32 tensor whose values bf16 holds exactly lies in the file as their upper halves.
+# A float32 tensor whose values are exact in bf16 is stored as the upper halves of its values.
 BF16 = "BF16"
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REMEDY = "its evidence is lost"
 
-# By kind and name the parts of a tensor, one after another along its first axis: what each rank put of it.
+# The parts of a tensor by kind and name, in order along its first axis; each rank stores one part.
 Entries = dict[str, dict[str, tuple["Entry", ...]]]
 
 
@@ -121,7 +121,7 @@ def index_bytes(
             "files": dict(sizes),
             "headers": dict(headers),
             "documents": {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()},
-            # In the order in which they were put, which sorted keys would not keep.
+            # Insertion order, which sorted keys would lose.
             "tensors": [
                 [kind, name, e.file, e.dtype, e.stored, e.shape, e.begin, e.sha256]
                 for kind, by_name in entries.items()

@@ -50,7 +50,7 @@ class LastingStore(NoStore):
                 self._store.put(kind, name, array)
         except UserError as error:
             self._lost = error
-        except Exception as error:  # without one of its tensors, evidence would accuse or pass another step
+        except Exception as error:  # without one of its tensors, the evidence would describe another step
             self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
 
     def arrays(self, kind: str) -> Arrays:

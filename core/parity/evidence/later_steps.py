@@ -45,11 +45,11 @@ from lockstep.core.train.loss_scale import FINITE
 from lockstep.core.train.schedule import decay_steps
 from lockstep.core.train.unchanged_state import differing
 
-# A power of two. Logits of such weights are next to nothing, and gradients are smaller than they were by about as much.
+# A power of two. With weights scaled by it, logits are close to zero, and gradients shrink by about the same factor.
 SMALL = 2.0**-10
 # Fields of a record that are the same on every rank.
 OF_EVERY_RANK = (*ARITHMETIC[1:], "step")
-# The share of the decay that is left after the step that is tried. In the middle a cosine has a straight line's rate.
+# Share of the decay that is left after the step that is tried. At the middle, a cosine and a line give the same rate.
 SHARE = 0.4
 
 
@@ -151,7 +151,7 @@ def later_steps(
                 if wrong is not None:
                     compared[key] = (*compared.get(key, ()), *(f"{name}{AS_STEP}{number}" for name in wrong))
     except Exception as reason:
-        # As in two steps in a row (core/parity/evidence/in_a_row.py).
+        # As for two steps in a row (core/parity/evidence/in_a_row.py).
         if config.train.ranks > 1 and not isinstance(reason, (NotSupported, NotFinite)):
             raise
         missing.append(f"loss, gradients, scalars and update of later steps: {in_words(reason)}")
@@ -163,7 +163,7 @@ def _unlike(session: Session) -> tuple[str, ...] | None:
     """Name what other ranks do not have as rank 0 has it after a step; None where they do not tell."""
     try:
         first, *others = ask(session, ReportsRanks).rank_reports()
-    except NotSupported:  # the step itself lacks them too, and reports it
+    except NotSupported:  # the step's own check lacks the reports too, and lists that
         return None
     return tuple(f"{name}{ON_RANK}{rank}" for rank, one in enumerate(others, 1) for name in _apart(first, one))
 
@@ -215,7 +215,7 @@ class TakesParts:
             held = rows_of_rank(whole[0], self._ranks.rank, self._ranks.count)
         row = math.prod(whole[1:])
         first, last = (min(max(at - held.start * row, 0), array.size) for at in (where.start, where.stop))
-        # A view would hold the whole array.
+        # A view would keep the whole array in memory.
         self._store.put(f"{self._name}/{kind}", tensor, array.reshape(-1)[first:last].reshape(-1, *shape[1:]).copy())
 
     def arrays(self, kind: str) -> Arrays:

@@ -50,7 +50,7 @@ def make_step(found: Gathering, norms: bool) -> None:
             found.stepped = gradients_into(found.store, "stepped again", session, batch)
     if norms and not found.not_finite and not has_norms(record.metrics):
         found.missing.append("the record's norms by group: the session's step gives none")
-    # The time in which the step's gradients were kept is no part of the step.
+    # The step's time excludes the time to store its gradients.
     found.record = replace(record, seconds=time.perf_counter() - started - keep.seconds)
     found.seconds += keep.seconds
     if not found.not_finite:

@@ -26,7 +26,7 @@ from lockstep.core.parity.measures.distances import Distances, ratios
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
 SCHEMA = 1
-# Names beside taps and `grad/TAP`, which are of the tapped batch: NLL and parameter gradients of the probe batch.
+# Names beside taps and `grad/TAP`, which belong to the tapped batch: NLL and parameter gradients of the probe batch.
 PROBE_NLL, PARAMETER = "nll/probe", "gradient/"
 STATISTICS = ("norm", "max_abs", "mean")
 COUNTS = ("nonfinite", "size", "independent")
@@ -61,7 +61,7 @@ def observed(x: np.ndarray) -> Observation:
             power += float(part @ part)
             added += float(part.sum())
             finite += int(np.count_nonzero(np.isfinite(part)))
-            # NaN is larger than every number.
+            # NaN counts as larger than every number.
             largest = float(np.maximum(largest, np.maximum(part.max(), -part.min())))
         mean = added / flat.size if flat.size else 0.0
         return Observation(

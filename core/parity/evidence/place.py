@@ -16,11 +16,11 @@ from lockstep.core.parity.evidence.store import FolderStore, MemoryStore, Store
 from lockstep.core.plan.checks import GB, cost_of_check
 from lockstep.core.run.ranks import ONE, Ranks
 
-# Evidence of more bytes lies in a folder.
+# Larger evidence is stored in a folder.
 LARGE = 256_000_000
-# Ranks whose checks have evidence of more bytes spare memory (`return_large_blocks`).
+# If a check's evidence is larger, ranks return freed memory (`return_large_blocks`).
 LARGE_ON_RANKS = 1_000_000_000
-# glibc's name for the size from which a block of memory is the system's, and goes back to it when it is freed.
+# glibc's parameter for the size from which a block is mapped separately, and returned to the system when it is freed.
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 4 << 20
 
@@ -72,11 +72,11 @@ def store_for(config: RunConfig, ranks: Ranks = ONE) -> Iterator[Store]:
             with closing(BehindStore.create(folder)) as store:
                 yield store
             return
-        # Several ranks have no core to spare for a thread that writes.
+        # With several ranks, no core is free for a writer thread.
         of_rank = FolderStore.create(folder, ranks.count, config.parallel.timeout_seconds)
         ranks.of_first(lambda: str(folder))
         yield of_rank
-        # Every rank that still reads it has come here too.
+        # Every rank that still read the evidence has arrived here too.
         ranks.gather(None)
 
 

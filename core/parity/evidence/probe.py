@@ -34,7 +34,7 @@ def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int
         if several and not set(several) & set(rows):
             rows = sorted({several[turn % len(several)], rows[-1]})
     probe = probe_batch(micro, config.seed if seed is None else seed, rows, turn)
-    # In FP8 one other token would round all numbers otherwise than in the step.
+    # In FP8, a single changed token would change the rounding of all numbers.
     return probe if config.precision.couples_sequences else _with_end_of_text(probe)
 
 
@@ -83,7 +83,8 @@ def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0
 def rows_in_turn(size: int, turn: int) -> list[int]:
     """Return two of `size` sequences, `turn` from the first and from the last; of one sequence, it alone."""
     turn %= (size + 1) // 2
-    # An odd one's middle comes with the one before it: the reference's programs are of two sequences.
+    # With an odd size, the middle sequence is paired with the one before it: the reference's programs take two
+    # sequences.
     low = turn if turn < size - 1 - turn else max(turn - 1, 0)
     return sorted({low, size - 1 - turn})
 

@@ -32,7 +32,7 @@ class Recorder:
         self._lost: list[tuple[int, str]] = []
         self._asked = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-observations")
-        # The file that is being written while the next step runs, and its step.
+        # The file that is written while the next step runs, and its step.
         self._writing: tuple[int, Future[Path]] | None = None
 
     def __enter__(self) -> Self:

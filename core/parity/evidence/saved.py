@@ -102,7 +102,7 @@ class _Document:
     ranks: tuple[RankReport, ...]
     rechecked: bool
     not_finite: str
-    # Evidence of before has none of these.
+    # Evidence of an earlier Lockstep has none of these.
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
     taps_keep_bits: bool = False
@@ -224,7 +224,7 @@ class _Writer:
     def _kind(self, kind: str, arrays: Arrays) -> str:
         if isinstance(arrays, Stored) and arrays.store is self._store:
             return arrays.kind
-        while self._store.names(kind):  # a recheck's taps beside those of the check
+        while self._store.names(kind):  # a recheck's taps, stored beside those of the check
             kind += "+"
         put_all(self._store, kind, arrays)
         return kind

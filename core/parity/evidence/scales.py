@@ -22,7 +22,7 @@ def scaled_as_in_step(session: Session, config: RunConfig, before: State, batch:
     count = len(batch.cut(config.train))
     if count == 1 or not (layers(config) or SCALE in before.scalars):
         return nullcontext()
-    # A power of two: nothing is rounded otherwise.
+    # A power of two leaves all roundings as they are.
     share = 1 / count if layers(config) else 2.0 ** -math.ceil(math.log2(count))
     return scaled_for_share(session, config, before, share)
 

@@ -20,7 +20,7 @@ K = 1021
 # A plain multiply-shift is not enough: its signs are regular along strides.
 GOLDEN, MULTIPLIERS, SHIFTS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B), (16, 15, 16)
 
-# Signs of the first coordinates, the same for every array: kept, up to this many.
+# The first signs, which are the same for every array, are cached up to this number.
 MOST_KEPT = 1 << 26
 _kept = np.zeros(0, np.int8)
 

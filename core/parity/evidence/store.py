@@ -53,7 +53,7 @@ from lockstep.core.parity.evidence.index import (
 )
 from lockstep.core.run.ranks import Ranks
 
-# Seconds between rank 0's tests whether the other ranks have put everything.
+# Seconds between rank 0's tests for the other ranks' files.
 LOOK_SECONDS = 0.02
 
 
@@ -170,7 +170,7 @@ class FolderStore:
         # This part's rank, the number of ranks, and how long rank 0 waits for the others, in seconds.
         self.rank, self.ranks, self._patience = 0, 1, 0.0
         self._entries: Entries = {}
-        # On rank 0, to read.
+        # Rank 0's tensors, which this rank may read.
         self._lent: Entries = {}
         self._documents: dict[str, str] = {}
         self._same: dict[tuple[Any, ...], Entry] = {}
@@ -524,7 +524,7 @@ def _write(descriptor: int, data: memoryview) -> None:
 def _fits_bf16(flat: np.ndarray) -> bool:
     """Return whether the lower half of every float32 is zero, NaN and −0 included."""
     bits = flat.view(np.uint32)
-    # The first numbers of a tensor that it does not hold tell already.
+    # If the first numbers are not exact in bf16, the rest need not be tested.
     parts = (slice(0, 1024), *(slice(i, i + PIECE) for i in range(0, bits.size, PIECE)))
     return not any((bits[part] & 0xFFFF).any() for part in parts)
 

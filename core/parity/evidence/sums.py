@@ -19,10 +19,10 @@ from lockstep.core.streams import GRADS, stream_gradients
 from lockstep.core.train.fp8_amax import layers
 from lockstep.core.train.loss_scale import SCALE
 
-# The accumulation check is made with the run's own number of micro-batches, and with three at least: with two shares
-# that are powers of two, a mean of means is the mean.
+# The accumulation check uses the run's own number of micro-batches, and at least three: with two shares that are powers
+# of two, a mean of means equals the mean.
 LEAST_PARTS = 3
-# The kind of the sum of their gradients.
+# The kind under which the sum of their gradients is stored.
 SUM = "accumulated/sum"
 
 
@@ -76,7 +76,7 @@ def reduce(
     `missing` gets why where the session cannot.
     """
     count = 2 * config.train.ranks
-    # One loss scale, or history of amaxes, serves all ranks: where there is one, so must one share.
+    # All ranks share one loss scale, or one history of amaxes: with either, all shares must be equal.
     one_scale = SCALE in before.scalars or layers(config)
     shares = (1.0 / count,) * count if one_scale else shares_of(count)
     _, whole = _of_shares(micros, shares)

@@ -16,11 +16,11 @@ from lockstep.core.parity.honest.function import EPS, Given, rounded
 
 __tracebackhide__ = True
 
-# Units of the last place at 1 by which a value is moved at most.
+# A value moves by at most this many units of the last place at 1.
 REACH = 2.0
 # A relative change small enough for a derivative, large enough to stand above FP64's own rounding.
 SMALL = 2.0**-20
-# Draws of small, ordinary and very large problems, by how many numbers the inputs hold.
+# Draws for small, ordinary and very large problems, by how many numbers the inputs hold.
 COUNTS = ((1 << 16, 32), (1 << 24, 8))
 LEAST_DRAWS = 3
 

@@ -15,7 +15,7 @@ from lockstep.core.parity.watch.update_rules import ROUNDINGS
 __tracebackhide__ = True
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# Spacing of numbers just above 1, smallest exponent of a normal number.
+# The spacing of numbers just above 1, and the exponent of the smallest normal number, by dtype.
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
 
@@ -67,7 +67,7 @@ class Answer:
     narrowed: tuple[str, ...] = ()
 
 
-# Shapes of the floating outputs by name → their gradients, float64; an output that is left out gets none.
+# A function from the shapes of floating outputs by name to their gradients, float64; outputs left out get none.
 Cotangents = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, np.ndarray]]
 
 

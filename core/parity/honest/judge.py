@@ -17,7 +17,7 @@ from lockstep.core.parity.honest.truth import Truth, truth_of
 
 __tracebackhide__ = True
 
-# A wrong result that is so near to another's truth is taken for it.
+# A wrong result within this distance of another result's truth is named after it.
 SAME = 0.1
 
 

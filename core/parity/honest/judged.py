@@ -21,8 +21,8 @@ DEFAULTS = {
     "float32": (1.3e-6, 1e-5),
     "float64": (1e-7, 1e-7),
 }
-# Relative errors of the plain function: no digit is right, and zeros would be as good; the truth itself is nothing but
-# what FP64's roundings left of a zero.
+# Relative errors of the plain function. At the first, no digit is right, and zeros would be as good. At the second, the
+# truth itself is only what FP64's roundings left of a zero.
 NO_DIGIT, NOTHING = 0.5, 1e6
 
 

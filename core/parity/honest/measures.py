@@ -51,15 +51,15 @@ from lockstep.core.parity.measures.verdict import Measure
 
 ROUNDINGS = 4
 ROOM = math.sqrt(ROUNDINGS)
-# The ratio of two honest errors of many numbers, over several comparisons at once.
+# Bound on the ratio of two honest errors of many numbers, over several comparisons at once.
 MARGIN = 1.1
-# The chance that the largest of n normal numbers lies beyond its bound.
+# Probability that the largest of n normal numbers lies beyond its bound.
 RARE = 1e-6
 # Standard deviations of a length's honest error.
 DEVIATIONS = 6.0
 # Root mean square of a rounding, relative to the number, in ulp at 1: √(∫ m⁻³ dm / ln 2 / 12) over a binade.
 ROUNDING = math.sqrt(3 / 8 / math.log(2) / 12)
-# One rounding's largest error in units of its root mean square: half an ulp, and ulp/√12.
+# The largest error of one rounding over its root mean square: half an ulp over ulp/√12.
 LARGEST_ROUNDING = math.sqrt(3.0)
 
 GIVEN = "given by bounds="

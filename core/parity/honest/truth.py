@@ -16,7 +16,7 @@ from lockstep.core.parity.honest.sides import Functions, gradient_name
 
 __tracebackhide__ = True
 
-# So many different numbers, none of them whole, that all are of FP32, are not so by chance: 2⁻²⁹ each.
+# If this many different non-integers are all exact in FP32, that is no accident: each one is so with probability 2⁻²⁹.
 ENOUGH = 4
 RESPONSES = 2
 
@@ -45,7 +45,7 @@ def truth_of(functions: Functions, draws: Draws) -> Truth:
         try:
             functions.plain(values, False, cotangents)
         except Exception:
-            raise error from None  # it fails at either: no matter of FP64
+            raise error from None  # it fails in both dtypes: FP64 is not the reason
         words = str(error).strip().splitlines() or [""]
         raise UserError(
             f"plain does not run in FP64 ({type(error).__name__}: {words[0]}): let it compute in the dtype of its "

@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 
-# So many checks make a mean; clean runs were measured over as many.
+# A mean is taken over at least this many checks, as in the clean runs that were measured.
 LEAST_CHECKS = 5
 
 

@@ -21,9 +21,9 @@ from lockstep.core.parity.reference.stages import stages_of
 from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, first_amaxes, key, largest, layers
 
 STAGE = "fp8_amax"
-# Candidate and twin each have an error of the twin's size.
+# The candidate's and the twin's error each have the size of the twin's error.
 INDEPENDENT = 2.0
-# Scales that are not those of the state move a gradient by FP8's roundings. The same ones repeat it, but for the order
+# With scales of another state, a gradient moves by FP8's roundings. With the same scales it repeats, but for the order
 # of sums on a GPU.
 LEAST_APART = 1e-4
 
@@ -39,7 +39,7 @@ def amaxes(
     names, config = layers(reference.config), reference.config
     if not names:
         return
-    # A candidate may hold no history: then it has nothing to make scales of.
+    # A candidate that holds no history starts from the first amaxes.
     before, after = first_amaxes(config) | dict(evidence.before.scalars), evidence.after.scalars
     seen = {name: tuple(after.get(key(name, cast, 0), np.nan) for cast in CASTS) for name in names}
     due = amaxes_after(config, before, seen) if made else {n: x for n, x in before.items() if n.startswith(PREFIX)}

@@ -26,7 +26,7 @@ from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.metrics import ATTENTION_LOGIT
 
-# Queries at a time.
+# Queries that are computed at a time.
 QUERIES = 256
 
 

@@ -61,16 +61,17 @@ from lockstep.core.parity.measures.verdict import Measure
 
 Key = tuple[str, ...]
 
-# How fast each sum forgets: the whole run, and about the last two hundred checks.
+# Memory of each sum: the whole run, and about the last two hundred checks.
 MEMORIES = (1.0, 0.99)
 SUFFIXES = ("", "_recent")
-# Chance that one honest statistic passes its bound. 10,000 checks of 500 comparisons, four statistics each, are 2e7
-# tests, so one run in 50,000 has a false alarm if all were as near as the bounds allow.
+# Probability that one honest statistic passes its bound. 10,000 checks of 500 comparisons with four statistics each are
+# 2e7 tests, so at most one run in 50,000 has a false alarm, if all statistics were as near as the bounds allow.
 CHANCE = 1e-12
-# Systematic differences between correct libraries: twice what 300 real checks showed (see above). The distance's is a
-# share of D, but never more than SYSTEMATIC_MOST of the twin's error: where D is large it is chaos that makes it so.
+# Systematic differences between correct libraries: twice the largest in 300 real checks (see above). For the distance
+# it is a share of D, and at most SYSTEMATIC_MOST of the twin's error: a larger D comes from chaos.
 SYSTEMATIC_DISTANCE, SYSTEMATIC_MOST, SYSTEMATIC_GAIN = 1 / 8, 0.17, 1 / 2
-# Honest checks stay within D / MARGIN. Were they all alike, B would be √T·D / MARGIN: not above D before this many.
+# Honest checks stay within D / MARGIN. If all of them were alike, B would be √T·D / MARGIN, which is below D until this
+# many checks.
 LEAST_CHECKS = int(MARGIN**2) + 1
 # The curves keep this many points an octave of T: enough for a plot, some 900 after 10,000 checks.
 POINTS = 128
@@ -263,7 +264,7 @@ class Bias:
             version, memories = int(arrays["version"]), tuple(arrays["memories"].tolist())
             if (version, memories) != (VERSION, MEMORIES):
                 raise UserError(f"these bias sums are of version {version} {memories}, not {VERSION} {MEMORIES}")
-            count = len(arrays["keys"])  # of none, np.split still gives one empty part
+            count = len(arrays["keys"])  # without indices, np.split still returns one empty part
             totals = np.split(arrays["totals"], np.cumsum(arrays["lengths"])[:-1], axis=1)[:count]
             curves = np.split(arrays["curves"], np.cumsum(arrays["points"])[:-1])[:count]
             bias = cls()

@@ -29,11 +29,12 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 
 STAGE = "sampling"
-# The largest ×/÷ of the excess of clean runs, of many numbers; by whether operands are rounded to a narrower format.
+# The largest factor by which clean runs' excess differed from 1, over many numbers; by whether operands are rounded to
+# a narrower format.
 REACHED = {True: 1.188, False: 1.248}
-# Tokens of one sequence whose errors count as errors of their own.
+# This many tokens of one sequence count as independent errors.
 SHARING = 4
-# Names in the evidence, tap, and note with the length of the prompt in it.
+# Names in the evidence, tap, and note, which contains the prompt's length.
 MADE = (
     ((CACHED, LENGTHS), LOGITS, ""),
     (FROM_START, LOGITS, "from a prompt of one token"),

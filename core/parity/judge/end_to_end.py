@@ -168,7 +168,7 @@ def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
     """
     wide = nll.astype(np.float64).ravel()
     energy = np.square(batch.weights.ravel() * -np.expm1(-wide))
-    # In a run of one letter every prediction is the same one, with the same error.
+    # If a run repeats one letter, every prediction is the same, with the same error.
     _, same = np.unique(np.round(wide, 6), return_inverse=True)
     return calibrated_bounds.OF_A_ROW * calibrated_bounds.participation(np.bincount(same, energy))
 

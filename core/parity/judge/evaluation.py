@@ -29,10 +29,11 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.stages import stages_of
 
 STAGE = "evaluation"
-# The largest ratio of clean runs; by whether operands are rounded to a narrower format.
+# The largest ratio in clean runs; by whether operands are rounded to a narrower format.
 FURTHEST = {True: 1.449, False: 3.054}
-# How far apart a sequence's NLL of `evaluate` and of a step may be (RMS), in units of the twin's error: 75 clean checks
-# of 15 shapes, of bf16 eager and compiled and of fp16, reached 0.24 under the run's policy and 1.85 under FP32.
+# Bound on the distance (RMS) between a sequence's NLL from `evaluate` and from a step, in units of the twin's error: 75
+# clean checks of 15 shapes, of bf16 eager and compiled and of fp16, reached 0.24 under the run's policy and 1.85 under
+# FP32.
 APART = 8.0
 
 

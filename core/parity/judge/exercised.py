@@ -52,8 +52,8 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
     limit = config.optim.clip_norm
     if limit > 0 and record.clip_coefficient >= 1:
         yield "clipping", f"the gradients' norm {record.grad_norm:.3g} is not above clip_norm = {limit:g}"
-    # A run's first step alone is made again as a later one, with small gradients. Between the checks of a run each
-    # record's clip coefficient is held to its norm (core/train/held_record.py).
+    # Only a run's first step is repeated as a later one, with small gradients. Between the checks of a run, each
+    # record's clip coefficient is compared with its norm (core/train/held_record.py).
     first = evidence.thorough and not evidence.before.step
     if first and limit > 0 and not any(one.grad_norm <= limit for one in (record, *evidence.later)):
         yield "gradients below clip_norm", f"the gradients' norm {record.grad_norm:.3g} is above clip_norm = {limit:g}"
@@ -63,7 +63,7 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
         yield "leaving a step out", "all of the step was finite"
     scale = evidence.before.scalars.get(SCALE)
     if scale is not None and evidence.after.scalars.get(SCALE) == scale:
-        # In a run's first check it grows in a later step, and falls in one that is not finite.
+        # In a run's first check, the scale grows in a later step, and falls in a step that is not finite.
         untried = [what for what, tried in (("growth", evidence.moved), ("fall", tries)) if not tried]
         if untried:
             yield f"a {untried[0] if len(untried) == 1 else 'change'} of the loss scale", f"it stayed {scale:g}"

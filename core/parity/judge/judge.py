@@ -51,7 +51,7 @@ def judge(evidence: Evidence, reference: Reference) -> Check:
     return reference.ranks.of_first(lambda: _judge(evidence, reference), "`hear the verdict`")
 
 
-# A number that is not finite in a candidate is a finding, not a warning.
+# A non-finite number of a candidate is a finding, not a warning.
 @np.errstate(invalid="ignore", over="ignore")
 def _judge(evidence: Evidence, reference: Reference) -> Check:
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         findings = of_the_sum(with_typical_lengths(findings, known), reference.config)
         if all(one.ok for one in findings):
             findings += update.in_a_row(evidence)
-        # A load that loses something is not what the step after it does.
+        # If a load loses something, the steps after it are not the run's.
         if all(one.ok for one in findings):
             findings += later_scalars(evidence, reference)
             findings += _as_far_as_it_goes(partial(later_updates, evidence, reference), missing)
@@ -125,7 +125,7 @@ def _beside(reference: Reference, work: Callable[[], T]) -> Iterator[Callable[[]
         yield work
         return
     with ThreadPoolExecutor(1, thread_name_prefix="lockstep-judge") as thread:
-        # The context holds NumPy's handling of floating-point errors.
+        # The copied context carries NumPy's settings for floating-point errors.
         yield thread.submit(copy_context().run, work).result
 
 

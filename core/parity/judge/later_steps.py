@@ -29,7 +29,7 @@ def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]
     A step whose number or names are wrong is named elsewhere: by its record, or by the first step's own gradients.
     """
     config, moved = reference.config, {one.number: one for one in evidence.moved}
-    # Sums over the checks of a run are of the steps that it makes.
+    # The sums over a run's checks cover only steps of the run itself.
     of_one = replace(reference, over_steps=None)
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
         of_step, kept = moved.get(number), parts_of_all(config, number - 1)

@@ -96,7 +96,7 @@ def stages(
             variant = f"{stage.id}/fp8" if in_fp8(reference.config, stage) else stage.id
             of_variant = with_amaxes(stage, inputs, amaxes)
             w, t = _run(stage, variant, of_variant, reference)
-        except ValueError as error:  # shapes that do not fit together: the tap's own comparison reports it
+        except ValueError as error:  # if shapes do not fit, the tap's own comparison reports it
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
         kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, of_variant, w, t)
@@ -130,7 +130,7 @@ def stages(
                 size, scale = sides[1].size, _norm(grad)
                 yield compare_cancelled(reference, stage.id, name, "local", errors, scale, size, stage.layer)
                 continue
-            # A parameter's gradient is a sum over all tokens.
+            # A parameter's gradient sums over all tokens.
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
             of_role = of_sums(reference.config, stage, role, inputs)
@@ -161,7 +161,7 @@ class Program:
             return
         raw = micro.program if name in micro.program else micro.grads
         if name in cancelled(self._reference.config.model):
-            return  # rounding errors, of which two programs have their own; end to end their size is held
+            return  # only rounding errors, which differ between programs; their size is checked end to end
         if name in raw and GRADIENT + name in self._evidence.taps:
             stage = "compiler" if self._reference.config.compile.enabled else "gradients"
             sides = raw[name], self._evidence.taps[GRADIENT + name]
@@ -230,7 +230,7 @@ def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield from _same_on_every_rank(evidence, reference)
 
 
-# Unit roundoff of the formats in which gradients may be summed, and half their smallest spacing.
+# Formats in which gradients may be summed: the unit roundoff, and half the smallest spacing.
 NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 
 
@@ -266,7 +266,7 @@ def _rounded_sum(
     return finding(stage, name, "local", (measure,), whole.size, float(np.mean(whole != total)), phase="backward")
 
 
-# A field of a rank's record → the link that it belongs to.
+# Field of a rank's record → the link to which it belongs.
 OF_EVERY_RANK = {
     "digest": "tokens",
     "step": "step_count",
@@ -474,7 +474,7 @@ def _sum_of_shown(shared: Shared, total: np.ndarray, parts: Sequence[np.ndarray]
         together += part
         sizes.append(_norm(part))
     if shared.name == shared.producer.tap and precision.plan.option(shared.producer.kind, OUTPUT):
-        # One after another in any order: each addition rounds once.
+        # Summed one after another in any order: each addition rounds once.
         magnitudes = functools.reduce(np.add, map(np.abs, parts))
         return _rounded_sum(stage, shared.name, total, together, magnitudes, len(parts) - 1, precision.operand)
     size = _norm(together)
@@ -544,7 +544,7 @@ def _bridge(
     if not untapped.shape == tapped.shape == t.shape:
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
-    # Candidate minus tapped, laid upon the twin: all three measures are then those of the difference.
+    # Candidate minus tapped, added to the twin: all three measures then describe the difference.
     sums, unequal = Sums(t.shape), 0
     for where in stretches(t.size):
         of_twin, mine, theirs = (x.reshape(-1)[where] for x in (w, untapped, tapped))
@@ -556,9 +556,7 @@ def _bridge(
     kind = calibrated_bounds.bridge_kind(reference.config.model, name)
     kind = calibrated_bounds.under_plan(reference.config, kind)
     found = reference.bound(recipe, kind, d, size)
-    if (
-        reference.config.device == "cuda" or not keeps_bits
-    ):  # where attention adds up the gradient of q in no fixed order
+    if reference.config.device == "cuda" or not keeps_bits:  # if attention adds up the gradient of q in no fixed order
         found = tuple(measure for measure in found if measure.name != "unequal")
     measures = (*found, *_along_the_truth(found, d))
     note = ""

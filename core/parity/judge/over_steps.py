@@ -57,7 +57,7 @@ class OverSteps:
         systematic: what every check may have in common by the way a matrix unit sums, in units of the twin's error.
         """
         key = (found.stage, found.phase, found.tap)
-        # A run may go on after a resume with micro-batches of another size.
+        # After a resume, a run may continue with micro-batches of another size.
         if self.bias.length(key) not in (None, len(sketches[0])):
             self.bias.forget(key)
         if self.bias.add(key, *sketches, stream, gain_difference):

@@ -32,11 +32,11 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.loss_scale import SCALE
 
-# Two results that are the same but for some roundings differ by less than a roundoff over this.
+# Two results that differ only by some roundings are closer than a roundoff divided by this.
 ROUNDINGS = 8
 # Clean FP32 runs, whose gradients of q and k cancel, reached 2e-6.
 LEAST_APART = 1e-4
-# Stands in the note of each finding.
+# Part of the note of each finding.
 OWN = "the step with its own weights"
 
 
@@ -63,7 +63,7 @@ def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown
         missing.append("the step's own gradients end to end: those of a single micro-batch are not known")
         return None
     micros = evidence.batch.cut(reference.config.train)
-    if len(evidence.own) != len(micros):  # `_accumulated` counts them
+    if len(evidence.own) != len(micros):  # `_accumulated` reports the wrong number
         return None
     rows = len(micros[0].tokens)
     nll = evidence.stepped.nll[number * rows : (number + 1) * rows]
@@ -94,7 +94,7 @@ def findings(
     if part is not None:
         try:
             repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference, part.weight)
-            # Means over checks are those of the probe: of one kind of batch.
+            # Means over checks include only the probe, which is always a batch of the same kind.
             found += end_to_end.compare_with(part.found, repeated, replace(reference, over_steps=None))
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
@@ -129,7 +129,7 @@ def _accumulated(
     if len(shares) != len(evidence.own):
         yield exact(stage, "micro-batches", abs(len(shares) - len(evidence.own)), len(shares), "one part each")
         return
-    # Rounding errors, which a micro-batch by itself has of its own.
+    # Only rounding errors, which differ when a micro-batch runs alone.
     passed_over = cancelled(config.model) if rounds else {}
     for name in parameter_shapes(config.model):
         if name in passed_over:
@@ -142,9 +142,9 @@ def _accumulated(
         there = [part for part in parts if part is not None]
         whole = observed(evidence.stepped.grads[name])
         if whole.nonfinite and any(part.nonfinite for part in there):
-            continue  # a sum of what is not finite only inherits that
+            continue  # a sum of non-finite parts only inherits them
         if not evidence.own_in_step and SCALE in evidence.before.scalars and any(part.nonfinite for part in there):
-            # A micro-batch of little weight has larger gradients by itself than its share suggests.
+            # Alone, a micro-batch of little weight has larger gradients than its share in the step suggests.
             missing.append(f"{stage} at {name}: a micro-batch by itself overflows at this loss scale")
             continue
         yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
@@ -164,7 +164,7 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
         return
     of_step = nll_of_tapped(evidence, config)
     if of_step is not None and evidence.probed is not None and of_step.nll.shape == evidence.probed.nll.shape:
-        # Where the probe has an end of text of its own, these are other tokens.
+        # Where the probe has an end of text of its own, its tokens differ.
         same = evidence.tapped.targets == of_step.batch.targets
         same &= evidence.tapped.tokens == of_step.batch.tokens
         own, nll = of_step.nll[same], evidence.probed.nll[same]
@@ -184,7 +184,7 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
             yield exact("gradients", parameter, 1, 1, "a gradient with the step's own weights and with others")
             continue
         if theirs.nonfinite and all(one.nonfinite for one in alike):
-            continue  # they overflow alike
+            continue  # both overflow in the same way
         apart = min((_apart(theirs, one, most) for one in alike), key=lambda measure: measure.value)
         yield finding("gradients", parameter, "end_to_end", (apart,), theirs.size, phase="backward")
 
@@ -213,7 +213,7 @@ def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
 def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
     """Return the most by which two gradients may differ if a few elements are rounded otherwise."""
     if SCALE in evidence.before.scalars:
-        # A format that needs a loss scale rounds its small numbers to fewer bits.
+        # A format that needs a loss scale has fewer bits for small numbers.
         return FORMATS["bf16"].roundoff
     return FORMATS[config.precision.operand].roundoff / ROUNDINGS
 
@@ -252,7 +252,7 @@ def _sum(
     """
     if any(part.size != whole.size for part in parts):
         return exact(stage, name, 1, whole.size, "sizes must be equal")
-    # The mean over a micro-batch without any weight is none, and adds nothing.
+    # A micro-batch without any weight has no mean, and adds nothing.
     sketches = [share * part.sketch.astype(np.float64) for share, part in zip(shares, parts, strict=True) if share]
     together = np.sum(sketches, axis=0)
     size = float(np.linalg.norm(together))

@@ -9,7 +9,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.run.ranks import is_sharded, rows_of_rank
 
-# Compares some rows alone, whose shape is given too.
+# A comparison of some rows alone, which also takes their shape.
 OfRows = Callable[[slice, tuple[int, ...]], Finding]
 
 

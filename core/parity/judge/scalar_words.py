@@ -14,7 +14,7 @@ from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.train.schedule import learning_rate
 
-# The most names of one number that are listed: more would not help.
+# At most this many names of a number are listed.
 MOST = 2
 
 
@@ -96,5 +96,5 @@ def _named(value: float, named: Mapping[str, float], dtype: np.dtype[np.floating
     """Return in words which of these numbers the value is, within the bound of the right one."""
     bound = held.high or 0.0
     found = [words for words, x in named.items() if math.isfinite(x) and scalar_bounds.ulps(value, x, dtype) <= bound]
-    # A number may be several of them; the likeliest stand first.
+    # Several names may fit a number; the likeliest come first.
     return f"it is {' or '.join(found[:MOST])}" if found else ""

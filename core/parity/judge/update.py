@@ -50,16 +50,16 @@ from lockstep.core.train.fp8_amax import without_amaxes
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
 
-# Elements of a stretch whose update is computed at once. Shorter ones are filled up to the next of these.
+# Sizes of a stretch whose update is computed at once. A shorter stretch is padded to the next size.
 LENGTHS = (1 << 12, 1 << 15, 1 << 18)
-# Links of a step, by the field of its record that is their first word.
+# Link of the step, by the field of its record.
 OF_RECORD = {
     "loss": "loss",
     "grad_norm": "gradients",
     "clip_coefficient": "clip_coefficient",
     "lr": "learning_rate",
 }
-# Matrices whose median length is held: those of one block.
+# The median length is judged over at least this many matrices: those of one block.
 FEWEST = 7
 
 
@@ -124,7 +124,7 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         if of is not None and of.nll.shape != batch.targets.shape:
             note = f"candidate {of.nll.shape}, batch {batch.targets.shape}"
             yield exact("nll", "nll", 1, batch.targets.size, "shapes must be equal", note)
-        # A loss of NLLs that are not finite only inherits that.
+        # The loss of non-finite NLLs only inherits them.
         elif of is not None and np.isfinite(of.nll).all():
             value = record.loss if of is evidence.stepped else of.loss
             held = scalar_bounds.loss(value, of.nll, batch)
@@ -400,7 +400,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     basis = "scores and samples are of the weights that the session came to, by a step or by a load: equal bits"
     for what in (EVALUATION, SAMPLING):
         if what in found:
-            # Held to themselves they say nothing of the arithmetic, like steps that do not differ.
+            # Compared with itself, the session shows nothing of the arithmetic, as two steps that do not differ.
             stage = what if found[what] else _first_link((), evidence.after)
             yield exact(stage, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
     if ALIKE in found:
@@ -410,7 +410,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         stage = stage or _first_link(wrong, evidence.after)
         yield exact(stage, TAPS[ALIKE], len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
     if AS_LATER in found:
-        # A rank that is unlike rank 0 is named above, by what it has otherwise.
+        # A rank that differs from rank 0 is already named above, with the arrays that differ.
         wrong = tuple(name for name in found[AS_LATER] if ON_RANK not in name or not found.get(ALIKE))
         basis = "loss and gradients do not depend on the step's number: equal bits"
         note = ", ".join(wrong[:5])

@@ -18,9 +18,9 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.train.validation import LOSS, LOSS_OF, TOP1
 
-# Stands before `nll` and `top1` of single tokens.
+# Prefix of `nll` and `top1` for single tokens.
 OF_TOKENS = "validation/"
-# Each metric of a record → the scores that it is the mean of.
+# Metric of a record → the scores whose mean it is.
 MEANS = {LOSS: "nll", TOP1: "top1"}
 
 
@@ -61,7 +61,7 @@ def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
         said = metrics.get(metric)
         due = _mean(scores)
         bound, basis = scalar_bounds.sum_bound(scores.size)
-        # A mean of scores that are not finite only inherits that.
+        # The mean of non-finite scores only inherits them.
         inherited = not math.isfinite(due) and scalar_bounds.same(said, due)
         apart = 0.0 if inherited else math.inf if said is None else scalar_bounds.ulps(said, due, np.dtype(np.float64))
         measure = Measure("ulp", apart, None, bound, f"the mean over all tokens, in FP64: {basis}")

@@ -53,10 +53,11 @@ NARROW = Accumulator(16, 2.0**-23)
 ACCUMULATORS = {"fp16": NARROW, "bf16": NARROW, "tf32": Accumulator(8, 2.0**-23)}
 FP8_FAST = Accumulator(32, 2.0**-13, one_sign=False)
 FP8 = replace(FP8_FAST, promoted=128)
-# A product is rounded once more. An error of one roundoff makes this share of its elements fall otherwise, since an
-# element is anywhere between two numbers of the format, and these are one or two roundoffs apart.
+# A product is rounded once more at the end. An error of one roundoff changes the rounding of this share of its
+# elements: an element lies anywhere between two numbers of the format, which are one or two roundoffs apart.
 FLIPS = 2.0
-# The largest element, row or column may be so much farther off than the norm suggests: measured 3.8 in FP8, 1.9 else.
+# The largest element, row or column may exceed what the norm suggests by this factor: measured 3.8 in FP8, 1.9
+# otherwise.
 PEAK = 4.0
 
 
@@ -126,7 +127,7 @@ def of_sums(config: RunConfig, stage: Operation, role: str, inputs: Mapping[str,
 def _terms(stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> int:
     """Return the number of products that one number sums."""
     x = inputs[next(iter(stage.reads))]
-    if not stage.params:  # attention: scores over a head's numbers, its output and gradients over positions
+    if not stage.params:  # attention sums scores over a head's numbers, its output and gradients over positions
         return int(max(x.shape[1], x.shape[-1]))
     if role == OUTPUT:
         return int(x.shape[-1])

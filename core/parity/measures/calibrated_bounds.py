@@ -45,38 +45,39 @@ from lockstep.core.parity.reference.stages import (
     rounds_operands,
 )
 
-# Bounds are the calibration's extremes times this (on log-excess, distance and gain). End to end, one early rounding
-# that falls otherwise reaches many numbers alike, and tails are heavier than a count of numbers implies; what is small
-# is found locally.
+# Bounds are the calibration's extremes times this factor (on log-excess, distance and gain). End to end, one early
+# rounding that differs moves many numbers together, and tails are heavier than a count of numbers implies; small
+# effects are found locally.
 MARGIN, MARGIN_END_TO_END = 2.0, 5.0
-# No bound is narrower than this. A result that is rounded to a narrow operand dtype is reproduced but for the few
-# elements that lie at a tie: other libraries' sums move those. A result in FP32 differs by the order of its sums
-# alone, which no policy declares: a sequential sum of n terms is off by √n, one in blocks by less, and the ratio of two
-# honest ones reaches this. At 3e-7, a factor of a few is not a fault.
+# No bound is narrower than this. A result that is rounded to a narrow operand dtype is reproduced except for the few
+# elements at a tie, which other libraries' sums move. A result in FP32 differs by the order of its sums, which no
+# policy declares: a sequential sum of n terms is off by √n, a sum in blocks by less, and the ratio of two honest ones
+# reaches this. At 3e-7, a factor of a few is not a fault.
 LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
-# Another order of sums changes the noise that core/parity/measures/compare.py measures by a factor of a few.
+# Another order of sums changes the noise that core/parity/measures/compare.py measures by up to this factor.
 NOISE_MARGIN = 4.0
-# A mean over all gradients, or over the NLL of all tokens, scatters by a tenth of what one tensor does; over the checks
-# of a run by a third of that again. Clean runs of bf16 reached 1.11 and 1.03, other libraries' code 1.08 in one check.
+# A mean over all gradients, or over the NLL of all tokens, scatters a tenth as much as one tensor; a mean over a run's
+# checks, a third of that. Clean runs of bf16 reached 1.11 and 1.03, other libraries' code 1.08 in one check.
 OF_MANY = ("gradients/together", "end_to_end/forward/nll")
-# Behind a kind of end-to-end comparison: the mean over all layers of one tensor of theirs.
+# Suffix of an end-to-end kind: the mean of one tensor over all layers.
 OVER_LAYERS = "/layers"
 LEAST_OF_MANY, LEAST_OVER_CHECKS = 1.3, 1.1
-# FP64 has no truth above it; two orders of summation of some thousand terms differ by about 1e-15 a step of the chain.
+# There is no truth above FP64; two orders of summation of some thousand terms differ by about 1e-15 a step of the
+# chain.
 FP64_LIMIT = 1e-12
-# Two libraries' FP32 results from the weights on are some ulp off, and the ratio of such errors scatters widely:
-# a relative error below this, 80 ulp, is never accused end to end, and one above it in a gradient always is.
+# Two libraries' FP32 results from the weights on differ by some ulp, and the ratio of such errors scatters widely. End
+# to end, a relative error below this, 80 ulp, is never reported; one above it in a gradient always is.
 FP32_LIMIT = 1e-5
 
 
-# Before the choice of a plan of casts, in a kind of comparison.
+# Separator before the plan of casts in a kind of comparison.
 CAST = " with "
-# Behind a kind of comparison of a whole step: under another plan of casts than Lockstep's own.
+# Suffix of a kind for whole steps under another plan of casts than Lockstep's own.
 OTHER_PLAN = " under other casts"
 OF_A_STEP = ("end_to_end/", "gradients/", "bridge/")
 
-# Independent errors that one token, or one row of a matrix, has of its own.
+# Number of independent errors in one token, or in one row of a matrix.
 OF_A_ROW = 16
 
 
@@ -120,7 +121,7 @@ def carriers(x: np.ndarray) -> int:
 
 def participation(energy: np.ndarray) -> int:
     """Return how many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if all are equal."""
-    # In units of a power of two near the largest: the squares of energies of 1e160 are beyond FP64.
+    # Scaled by a power of two near the largest: squares of energies of 1e160 overflow FP64.
     share = np.ldexp(energy, -int(np.frexp(energy.max())[1])) if energy.size else energy
     squares = float(np.square(share).sum())
     ratio = float(share.sum()) ** 2 / squares if squares else math.nan
@@ -358,7 +359,7 @@ def require(config: RunConfig) -> None:
     for rule in update_rules(config).values() if config.device == "cuda" else ():
         if rule.no_twin_on_cuda:
             raise UserError(rule.no_twin_on_cuda)
-    # One block with a window and one without show every stage.
+    # Two blocks, one with a window and one without, contain every stage.
     biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
     of_all = config.model.model_copy(update={"layers": 2, "tied": False, **biases})
     kinds = all_kinds(config.model_copy(update={"model": of_all}))
@@ -419,7 +420,7 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
     distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
         excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
-        # An error that points anywhere has a part along the truth: allow it half the bound on the distance.
+        # An error in a random direction has a part along the truth: allow half the bound on the distance for it.
         gain=width * max(wider * clean.gain, _least_gain(distance), distance / 2 if margin(kind) == MARGIN else 0.0),
         distance=width * distance,
     )
@@ -484,7 +485,7 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         raise _not_measured(f"{recipe} ({kind})") from None
     product, cast, _ = kind.partition(CAST)
     if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
-        # Clean runs under any plan show what the product's own roundings do. Those under the plan alone show how many
+        # Clean runs under any plan measure a product's own roundings. Clean runs under this plan measure how many
         # elements its rounding makes equal.
         joined = found | extremes_of(recipe, product)
         sharp = joined.sharp and found.sharp and replace(joined.sharp, unequal=found.sharp.unequal)
@@ -531,8 +532,8 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if clean.sharp is not None and sharper < max(wider * clean.distance, least_distance):
         times = f"×{peak_bounds.REACH:.2g}"
         distance_basis = why(clean.sharp.distance, sharper, peak_bounds.LEAST[result_of(recipe, kind)].distance, times)
-    # Between two FP32 programs a relative error is the bound that holds.
-    # A distance, and its part along the truth, that elements at a tie alone make.
+    # Between two FP32 programs, the relative error is the bound. Below: the distance, and its part along the truth,
+    # that elements at a tie alone can cause.
     ties = peak_bounds.distance_of_ties(result_of(recipe, kind), d) if clean.sharp else 0.0
     if ties > limit.distance:
         limit = replace(limit, distance=ties, gain=max(limit.gain, ties))

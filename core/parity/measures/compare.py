@@ -30,7 +30,7 @@ from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
 from lockstep.core.run.ranks import ONE, Ranks
 
-# Two orders of a few FP32 additions, or one of a value that was added to a zero, differ by no more.
+# Two orders of a few FP32 additions, or an addition to zero, differ by no more than this.
 FEW_ULPS = 16.0
 
 
@@ -80,7 +80,7 @@ class Reference:
     @classmethod
     def _opened(cls, backend: Backend, config: RunConfig) -> Reference:
         plain, twin = _plain(config), _twin(backend, config)
-        # Within a budget of memory it does one thing at a time.
+        # With a budget of memory, work runs one task at a time.
         threads = _serves_threads(backend) and not config.parity.memory_gb
         if config.precision.exact:
             return cls(config, twin, twin, threads=threads)
@@ -216,7 +216,7 @@ class Comparison:
         self._reference, self._kind, self._shape, self._of_sums = reference, kind, shape, sums
         self._size = calibrated_bounds.independent(shape)
         self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
-        if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the one that wrote the tap
+        if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the stage that wrote the tap
             self._empty = replace(self._empty, layer=layer)
         self._sums = Sums(shape)
         over_a_run = reference.over_steps is not None and scope == "local"
@@ -233,7 +233,7 @@ class Comparison:
                 apart, honest, of_truth = self._sketches
                 honest += sketch(twin - truth, at)
                 of_truth += sketch(truth, at)
-                if not np.array_equal(candidate, twin):  # else the sketch is zero
+                if not np.array_equal(candidate, twin):  # otherwise the sketch is zero
                     apart += sketch(candidate - twin, at)
 
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:

@@ -35,11 +35,11 @@ from lockstep.core.train.schedule import learning_rate
 
 # A loss scale is a power of two from 2^8 to 2^24 (torch.amp.GradScaler begins at 2^16); other powers reach 2^24 too.
 SCALES, LARGEST = range(8, 25), 24
-# Standard deviations of the sketch's sampling error that the tolerance of r holds.
+# The tolerance of r, in standard deviations of the sketch's sampling error.
 CONFIDENCE = 6.0
-# Fewer ratios have no median to speak of. NORMAL · median deviation is the standard deviation of normal numbers.
+# With fewer ratios, a median means little. NORMAL · median deviation is the standard deviation of normal numbers.
 FEW, NORMAL = 5, 1.4826
-# Counts that may be wrong where micro-batches differ, and the allowed chance of a false name.
+# Counts that a program may get wrong if micro-batches differ, and the allowed probability of a false name.
 COUNTS = ("the world size", "the accumulation steps", "world size × accumulation steps")
 CHANCE = 0.05
 

@@ -22,11 +22,11 @@ import numpy as np
 from lockstep.core.parity.measures.peaks import Norms, Peaks, PeakSums
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
-# An honest FP32 stage differs from its FP64 truth by about half an ulp an operation in each element; below two ulp
-# (of the norm) a difference of rounding between two correct implementations is not worth a ratio.
+# Each element of an honest FP32 stage differs from its FP64 truth by about half an ulp an operation. Below two ulp (of
+# the norm), a rounding difference between two correct implementations needs no ratio.
 FLOOR_ULPS = 2.0
 NO_NOISE = Norms()
-# A truth of all zeros (the gradient of an unused row) leaves only the smallest normal number as a floor.
+# If the truth is all zeros (the gradient of an unused row), the floor is the smallest normal number.
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -93,7 +93,7 @@ class Sums:
             np.subtract(c, w, out=apart)
             self.apart += float(apart @ apart)
             self.apart_along += float(apart @ t)
-        else:  # the rule where the twin is fed what the candidate was: c − w is zero, and c − t is w − t
+        else:  # usual if the twin gets the candidate's inputs: c − w is zero, and c − t is w − t
             self.of_candidate += power
             self.error_along += along
         self.unequal += differ

@@ -12,7 +12,7 @@ from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
 
-# Elements of each parameter, where a few of all are looked at.
+# Number of elements of each parameter that are compared, where not all are.
 FEW = 1 << 14
 
 
@@ -44,7 +44,7 @@ def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tup
     rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
     parts = -(-shape[0] // rows)
     drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
-    # The last part begins with a block too, and ends with the parameter.
+    # The last part also starts with a block, and ends with the parameter.
     first = min(drawn * rows, -(-(shape[0] - rows) // at_once) * at_once)
     rows = min(rows, shape[0] - first)
     return slice(first * row, (first + rows) * row), (rows, *shape[1:])

@@ -21,10 +21,10 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
 from lockstep.core.versions import version_of
 
-# A folder for these files, or `off`: then only what is shipped counts.
+# The environment variable for the folder of these files, or `off`: only the shipped ones are used.
 FOLDER = "LOCKSTEP_CALIBRATION"
 FRAMEWORKS = ("torch", "jax", "jaxlib", "numpy")
-# Behind a recipe whose programs run on a GPU.
+# Suffix of a recipe whose programs run on a GPU.
 ON_GPU = " on a GPU"
 
 
@@ -101,7 +101,7 @@ def gpu_name() -> str:
 def read(recipe: str) -> Here | None:
     """Read what was measured of a recipe here. Raises UserError if the file was changed."""
     folder = _folder()
-    # Most machines have none, and nvidia-smi, which names the GPU, can take a second.
+    # Most machines have no GPU, and nvidia-smi, which names it, can take a second.
     if folder is None or next(folder.glob(f"{_name(recipe)}-*.json"), None) is None:
         return None
     path = path_of(recipe)

@@ -34,10 +34,10 @@ TIE = 3.0
 KEPT = 0.02
 LEAST_OF_SUMS = 4.0
 ODDS = 10.0
-# A distance of √share: so much longer where the share is ODDS times as large.
+# A distance is about √share: where the share is ODDS times as large, the distance is √ODDS times as long.
 REACH = 2 * math.sqrt(ODDS)
-# Standard deviations of a count; the chance of one comparison in a billion (Bernstein's inequality, with z²/n for the
-# tail of a few).
+# Standard deviations of a count; a probability of one comparison in a billion (Bernstein's inequality, with z²/n for
+# the tail of small counts).
 DEVIATIONS = 6.0
 
 
@@ -55,7 +55,7 @@ class Least:
 LEAST: dict[Result, Least] = {
     "rounded": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.01),
     "kept": Least(distance=KEPT, largest=KEPT, line=KEPT, row_gain=KEPT / 2, unequal=0.0),
-    # In what order FP32 sums are made is no part of a policy: all elements may differ.
+    # No policy declares the order of FP32 sums: all elements may differ.
     "sum": Least(LEAST_OF_SUMS, 2 * LEAST_OF_SUMS, LEAST_OF_SUMS, LEAST_OF_SUMS / 2, unequal=1.0),
     "same": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.0),
 }
@@ -147,14 +147,14 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
             ("column", peaks.column, clean.column, peaks.rows, peaks.at_column, peaks.columns),
         )
         for (name, value, extreme, numbers, at, count), many in zip(lines, of_many, strict=True):
-            # An element at a tie may outweigh its row and its column; it is held as an element.
+            # An element at a tie may outweigh its row and its column; it is bounded as an element.
             value = value if many is None else many
             high, basis = bound(extreme, least.line, scatter(numbers))
             where = f"; it is number {at:,} of {count:,}, from 0" if value > high and at is not None else ""
             yield Measure(f"largest_{name}", value, None, high, basis + where)
         reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
-    # Ten times the odds of a share.
+    # The share with ten times the odds.
     more = max(ODDS * clean.unequal / (1 + (ODDS - 1) * clean.unequal), least.unequal)
     if (at_most := share_at_most(more, size)) < 1:
         how = f"least {least.unequal:g}" if more <= least.unequal else f"the odds ×{ODDS:g}"

@@ -24,9 +24,9 @@ import numpy as np
 
 from lockstep.core.parity.measures.stretches import Space
 
-# So many unequal elements of a row or column may be elements at a tie, one of which outweighs all others.
+# If no more elements of a row or column than this are unequal, all may lie at a tie, and one may outweigh the others.
 FEW = 2
-# The sums: squares of c − w, w − t and t; then (c − w)·t, by row alone.
+# The sums: squares of c − w, w − t and t; then (c − w)·t, by row only.
 APART, HONEST, TRUTH, ALONG = range(4)
 
 

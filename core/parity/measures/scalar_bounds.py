@@ -22,9 +22,8 @@ from lockstep.core.parity.measures.verdict import Measure
 # 2·exp(−λ²/2) (for n·λ·√n·u ≪ 1).
 CONFIDENCE = 6.0
 # Squares of gradients range so widely that many fall below half an ulp of the running sum and vanish, always in the
-# same
-# direction: then the worst case counts, u a term, halved by the root. Libraries add in at least 16 SIMD lanes, and
-# sum longer runs than 2^20 by parts. torch's FP32 norm on the CPU was seen 2,400 ulp off at 2^20 elements.
+# same direction. Then the worst case applies: u a term, halved by the root. Libraries add in at least 16 SIMD lanes,
+# and split sums longer than 2^20 into parts. torch's FP32 norm on the CPU was 2,400 ulp off at 2^20 elements.
 LANES, LONGEST_RUN = 16, 2**20
 # A handful of rounded operations: one division, one addition, one minimum.
 FEW_ULPS = 4.0

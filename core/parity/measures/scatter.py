@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# Sampling scatter of this many numbers is as large as what clean runs show on tensors of any size.
+# For this many numbers, sampling scatter equals the scatter that clean runs show on tensors of any size.
 SCATTER_SIZE = 256
 
 

@@ -11,7 +11,7 @@ from lockstep.core.parity.reference.stages import is_operation, place
 
 SCHEMA = 2
 
-# Agreement in these alone is no evidence on the arithmetic: no tensor was computed.
+# Agreement in these stages alone is no evidence about the arithmetic: no tensor was computed.
 BOOKKEEPING = frozenset(
     {"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "record", "checkpoint"}
 )
@@ -62,7 +62,7 @@ def _ratio(a: float, b: float) -> float:
     return a / b
 
 
-# The taps of means: over all parameters or checks, with its tensor behind it over layers, and over whole matrices.
+# Taps of means: over all parameters or checks; over layers, followed by the tensor; and over whole matrices.
 OVER_ALL, OVER_LAYERS, OVER_MATRICES = "geometric mean", "mean over layers of ", "median over matrices"
 
 
@@ -161,7 +161,7 @@ class Check:
         by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
         links: dict[tuple[Any, ...], Finding] = {}
         for finding in sorted(by_themselves, key=lambda f: (place(f.stage, f.phase, f.layer), f.is_mean)):
-            # Single operations share a place: each of them in each module is a link.
+            # Single operations share a place in the chain: each operation in each module is a link of its own.
             own = (finding.stage, finding.tap) if is_operation(finding.stage) else ()
             links.setdefault((*place(finding.stage, finding.phase, finding.layer), *own), finding)
         return tuple(links.values())

@@ -130,7 +130,7 @@ class _Search:
         accused = sorted(step for step, line in recorded.items() if line["verdict"] == "disagreed" and step <= last)
         agreed = sorted(step for step, line in recorded.items() if line["verdict"] == "agreed" and step <= last)
         if other_data is not None:
-            # Known from the records alone; what came before it is still to be searched.
+            # Known from the records alone; the steps before it are still to be searched.
             self.checks[other_data] = other_batch(other_data, self.batch(other_data).tokens.size)
             self.bad = other_data
             self.progress(f"step {other_data}: the run consumed another batch than the data order prescribes")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# How the reason of a check begins that was skipped because others were still waiting for the reference.
+# Beginning of the reason for a skipped check, if others were still waiting for the reference.
 BUSY = "the reference is still busy with"
 
 

@@ -212,10 +212,10 @@ def _from_sketches(
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
     if about["batch"] != batch.digest():
         return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
-    # Sketches of an earlier Lockstep are of sequences without an end of text that was put there.
+    # Sketches of an earlier Lockstep come from sequences to which no end of text was added.
     choices = [probe_of(one, reference.config) for one in (batch, replace(batch, end_of_text=None))]
     tapped = next((one for one in choices if one.digest() == about["probe"]), choices[0])
-    # The step's own gradients were recorded, or those of a micro-batch that was made for it.
+    # The record has the step's own gradients, or those of a micro-batch made for it.
     probe = batch if about["probe"] == about["batch"] else tapped
     state = as_its_own(reference.config, state)
     if about["probe"] != probe.digest():

@@ -25,7 +25,7 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.directory import RunDir
 from lockstep.core.train.skipped_steps import as_its_own, first_scalars
 
-# The fields of a record on the step's arithmetic: bit-equal if the step was repeated.
+# Fields of a record that the step's arithmetic sets: bit-equal if the step repeats.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
 
 

@@ -62,12 +62,12 @@ from lockstep.core.train.validation import Validation
 POLL_SECONDS = 0.2
 # The worker runs at a lower priority than the trainer; both may share two cores.
 WORKER_NICENESS = 5
-# A worker that is asked to end may be in the midst of a judgement whose result is not used.
+# A worker that must end may be in the middle of a judgement whose result is no longer needed.
 END_SECONDS = 1.0
-# The sums over a run's checks (core/parity/judge/bias.py) are some megabytes: written after this many checks and at the
-# end.
+# The sums over a run's checks (core/parity/judge/bias.py) take some megabytes, so they are written after this many
+# checks and at the end.
 SUMS, SUMS_EVERY = "bias.npz", 8
-# Those of the time before: a run that was killed goes on from a checkpoint that may be older than the last ones.
+# The previous sums: a killed run resumes from a checkpoint that may be older than the last sums.
 SUMS_BEFORE = "bias_before.npz"
 
 Result = Check | tuple[int, str]
@@ -103,21 +103,21 @@ class Shadow:
         self._config, self._ranks, self._first = config, ranks, first
         self._waiting: set[int] = set()
         self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
-        # Writes evidence and sends its path, beside training.
+        # The thread that writes evidence and sends its path, beside training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
         self._unsent: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self._begun = 0
         self._lost: list[tuple[int, str]] = []
-        # Results that came while the worker judged something apart, and the folders of that.
+        # Results that came while the worker judged separate evidence, and the folders of that evidence.
         self._early: deque[Result] = deque()
         self._apart: list[Path] = []
-        # The step whose evidence is kept for its alarm, or 0.
+        # The step whose evidence is kept for its alarm; 0 without one.
         self._accused = 0
-        # When the worker last gave something, or had nothing to do.
+        # Time of the worker's last result, or when it last had nothing to do.
         self._heard = time.monotonic()
         self._given_up = False
-        # One pipe each way, and no end of the worker's stays open here: when it dies, reading fails instead of
-        # waiting for the rest of a message.
+        # One pipe in each direction. The worker's ends are closed here: if the worker dies, reading fails at once, and
+        # does not block for the rest of a message.
         context = multiprocessing.get_context("spawn")
         self._results, results_out = context.Pipe(duplex=False)
         evidence_in, self._evidence = context.Pipe(duplex=False)
@@ -127,8 +127,8 @@ class Shadow:
             daemon=True,
             name="lockstep-reference",
         )
-        # Ctrl-C, and the end of a terminal, reach the whole group of processes: the worker inherits that they are
-        # ignored, and finishes what it has.
+        # Ctrl-C, and the end of a terminal, signal the whole process group: the worker inherits that both are ignored,
+        # and finishes its work.
         previous = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
         try:
             self._worker.start()
@@ -186,7 +186,7 @@ class Shadow:
         return LastingStore(self._begin, self._writer, self._ranks.count)
 
     def _begin(self) -> FolderStore:
-        with contextlib.suppress(OSError):  # no more than that: a run that was deleted meanwhile is not made anew
+        with contextlib.suppress(OSError):  # without parents: a run that was deleted meanwhile is not recreated
             self._folder.mkdir(exist_ok=True)
         self._begun += 1
         folder = self._folder / f".{os.getpid()}-{self._begun}.tmp"
@@ -204,7 +204,7 @@ class Shadow:
                 self._evidence.send((step, place))
         except UserError as error:
             self._unsent.put((step, f"its evidence is lost: {error}"))
-        except Exception as error:  # what a candidate's record holds may be no JSON
+        except Exception as error:  # a candidate's record may hold something that JSON cannot
             self._unsent.put((step, f"its evidence is lost: {type(error).__name__}: {error}"))
 
     def _take_unsent(self) -> None:
@@ -216,12 +216,12 @@ class Shadow:
     def collect(self) -> Iterator[Result]:
         """Return the results that have come back so far."""
         self._end_if_overdue()
-        alive = self._worker.is_alive()  # asked first: what a worker sent before it died is still read
+        alive = self._worker.is_alive()  # read first, so that results sent before the worker died are still received
         while (result := self._receive(0.0)) is not None:
             yield result
         self._take_unsent()
         if self._waiting and not alive:
-            self._writer.submit(int).result()  # what it still writes is removed too
+            self._writer.submit(int).result()  # wait, so that what the thread still writes is removed too
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
                 self._remove(step)
@@ -243,7 +243,7 @@ class Shadow:
 
     def close(self, at_once: bool = False) -> None:
         """End the worker and remove the evidence; a second call does nothing."""
-        # Waited for: a thread that frees a tensor's memory while the interpreter shuts down aborts the process.
+        # Join the thread: if it frees a tensor's memory while the interpreter shuts down, the process aborts.
         self._writer.shutdown(cancel_futures=at_once)
         with contextlib.suppress(OSError):
             self._evidence.send(None)
@@ -255,7 +255,7 @@ class Shadow:
         left = self._folder.glob(f".{os.getpid()}-*.tmp")
         for place in (*left, *self._apart, *map(self._place, (*self._waiting, self._accused))):
             self._remove_folder(place)
-        with contextlib.suppress(OSError):  # there is none, or something that this run did not put there
+        with contextlib.suppress(OSError):  # no such folder, or contents that this run did not put there
             self._folder.rmdir()
 
     def __enter__(self) -> Self:
@@ -294,12 +294,12 @@ class Shadow:
                 return None
             result: Result = self._early.popleft() if self._early else self._results.recv()
         except (EOFError, OSError):
-            self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes a moment before it is gone
+            self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes just before the process ends
             return None
         step = result.step if isinstance(result, Check) else result[0]
         self._heard = time.monotonic()
         self._waiting.discard(step)
-        if self._accused != step:  # a step that is made again has its own evidence there by now
+        if self._accused != step:  # a step that is run again already has its own evidence there
             self._remove(self._accused)
         self._accused = step if isinstance(result, Check) and result.verdict == "disagreed" else 0
         if not self._accused:
@@ -315,7 +315,7 @@ class Shadow:
         place = self._folder / f"{folder_name(step)}-again"
         try:
             self._remove_folder(place)
-            # Rank 0 writes it alone: the other ranks wait for the verdict.
+            # Only rank 0 writes this folder: the other ranks wait for the verdict.
             store = FolderStore.create(self._folder / f".{os.getpid()}-again.tmp")
             evidence = save_evidence(evidence, store)
             store.move(place)
@@ -364,7 +364,7 @@ class ShadowPart:
         require_budget(config, thorough=False)
         return_large_blocks(config)
         self._config, self._ranks, self._first = config, ranks, first
-        # Writes this rank's part of the evidence, beside training.
+        # The thread that writes this rank's part of the evidence, beside training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
@@ -443,7 +443,7 @@ def judge_all(
                 backend = load_backend(reference)
                 opened = sound_reference(backend, config).over_a_run()
                 opened = opened if observations is None else _gone_on(opened, observations, step)
-            # A step that is shown again after an alarm is no check of the run.
+            # A recheck after an alarm is not one of the run's checks.
             check = judge(evidence, replace(opened, over_steps=None) if evidence.rechecked else opened)
             if check.verdict == "disagreed" and not fitted and not evidence.rechecked:
                 check, fitted = with_fitting(check, evidence, opened, backend), True
@@ -458,7 +458,7 @@ def judge_all(
             result = (step, reason)
         try:
             results_out.send(result)
-        except OSError:  # the trainer was killed, and `_end_with_parent` has not seen it yet
+        except OSError:  # the trainer was killed, and `_end_with_parent` has not noticed yet
             return
         if opened is not None and opened.over_steps is not None and not isinstance(result, tuple):
             opened.over_steps.last_step = step
@@ -483,12 +483,12 @@ def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
     if reference.over_steps is None:
         return reference
     for name in (SUMS, SUMS_BEFORE):
-        with contextlib.suppress(UserError):  # none, or damaged: the sums begin anew
+        with contextlib.suppress(UserError):  # missing or damaged: the sums start anew
             arrays = read_npz(folder / name)
             sums = OverSteps.resumed(reference.recipe, arrays, step)
             if sums is not None:
                 return replace(reference, over_steps=sums)
-            # Those of before are of the program that was mended, too.
+            # The previous sums include the program before it was fixed.
             if arrays["accused"]:
                 return reference
     return reference
@@ -500,7 +500,7 @@ def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
         return
     buffer = io.BytesIO()
     np.savez(buffer, **reference.over_steps.to_arrays())  # type: ignore[arg-type]
-    with contextlib.suppress(OSError):  # a full disk: the checks themselves have said so
+    with contextlib.suppress(OSError):  # a full disk: the checks have already reported it
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / SUMS).exists():
             (folder / SUMS).replace(folder / SUMS_BEFORE)

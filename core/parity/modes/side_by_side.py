@@ -65,12 +65,12 @@ def check_steps(
         coming = iter(batches)
         first = list(itertools.islice(coming, 1))
         opened = stack.enter_context(_opening(reference, config, first))
-        # Plans of casts are tried on the first check that disagrees.
+        # Other plans of casts are tried on the first check that disagrees.
         fitted = False
         takes_norms = config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
         for number, batch in enumerate(itertools.chain(first, coming), 1):
             with store_for(config, ranks) as store:
-                # In every second step, as in some of training: a step that records norms may be another program.
+                # Every second step records norms, as some steps of training do: it may be another program.
                 norms = takes_norms and number % 2 == 0
                 began = time.perf_counter()
                 evidence = gather(session, config, batch, norms=norms, store=store)

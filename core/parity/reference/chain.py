@@ -27,11 +27,11 @@ from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation, with_amaxes
 from lockstep.core.train.fp8_amax import PREFIX, largest
 
-# All inner tensors are kept, and none is computed again, up to this many bytes.
+# Up to this many bytes, all inner tensors are kept, and none is computed again.
 KEPT_BYTES = 256 << 20
-# The head goes by chunks of positions, whose logits take no more bytes than this, or than its weights do.
+# The head runs by chunks of positions. Their logits take at most these bytes, or as many as its weights.
 HEAD_BYTES = 128 << 20
-# Kinds of operations that compute each position by itself and sum a weight's gradient in the stream dtype.
+# Kinds of operations that compute each position separately, and sum a weight's gradient in the stream dtype.
 BY_POSITION = frozenset({"norm", "centered_norm", "layer_norm", "sum", "logits", "cap", "nll"})
 
 Named = Iterator[tuple[str, np.ndarray]]
@@ -111,7 +111,7 @@ class Chain:
         graph = graph_of(config.model, config.attention, config.loss)
         self._segments = segments(graph.operations)
         self._plan = config.precision.plan if casts else LOCKSTEP
-        # In which format the sum of what the readers of a tap send back is kept, where it is not the stream's.
+        # Taps whose gradient sum over readers is kept in the operand format, not the stream's.
         self._narrow = {tap for tap, one in graph.by_tap.items() if self._plan.option(one.kind, OUTPUT)}
 
     def run(self, batch: Batch, names: Collection[str], weight: float | None = None) -> Named:
@@ -217,7 +217,7 @@ class Chain:
                     if rank < len(by_rank):
                         by_rank[rank] += sent
                     else:
-                        # In memory that the next one can be added to.
+                        # A writable copy, to which the next gradient can be added.
                         by_rank.append(np.array(sent))
                     del sent
                 del found
@@ -227,7 +227,7 @@ class Chain:
         """Note the largest magnitudes of a layer's input, weight and output gradient, as they are cast to FP8."""
         found = np.array([largest(x) for x in cast], dtype=np.float32)
         if self._fp8:
-            # Rounding never changes which one is the largest. Weights are cast as they are.
+            # Rounding does not change which magnitude is the largest. Weights are cast unrounded.
             found[[0, 2]] = narrowed(found[[0, 2]], self._config.precision.operand)
         layer = one.module or ""
         self._seen[layer] = np.maximum(self._seen[layer], found) if layer in self._seen else found
@@ -249,7 +249,7 @@ class Chain:
         parameters = {parameter.name: parameter.size for one in head for parameter in one.parameters.values()}
         allowed = max(HEAD_BYTES, np.dtype(self._stream).itemsize * sum(parameters.values()))
         at_once = max(1, allowed // each)
-        # A head whose weight's gradient is rounded sums it whole before.
+        # A head that rounds its weight's gradient first sums all of it.
         whole = self._plan.rounds("logits") or not {one.kind for one in head} <= BY_POSITION
         if at_once >= length or asked or whole:
             return [micro]

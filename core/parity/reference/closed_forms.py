@@ -23,8 +23,8 @@ from lockstep.core.parity.reference.stages import stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
-# Which of its sequence's documents each token belongs to, where the run uses documents: of one token and of several, at
-# either end and in the middle.
+# The document of each token in its sequence, where the run uses documents: with one token and with several, at both
+# ends and in the middle.
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2, 2]], np.int32)
 
 
@@ -73,7 +73,7 @@ def tables(subject: Subject) -> Iterator[Form]:
             yield from _positions(subject, stage)
             continue
         rows, columns = shapes["weight"]
-        # Small integers: exact in every format, and in every sum of them.
+        # Small integers, which are exact in every format, as are all their sums.
         weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
         if stage.kind == "embedding":
             tokens = subject.integers(stage)["tokens"]
@@ -118,7 +118,7 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
         elif stage.kind == "layer_norm":
             width, constant = shapes["weight"][0], 0.25
             gain, bias = 1.0 + np.arange(width) % 3, np.arange(width) % 5 - 2.0
-            # As many above as below; where the width is odd, the last is the mean itself.
+            # Equally many numbers above and below the mean; if the width is odd, the last number is the mean.
             signs = np.where(np.arange(width) % 2, -1.0, 1.0) * (np.arange(width) < width // 2 * 2)
             scale = math.sqrt(constant**2 * np.square(signs).mean() + eps)
             due = np.broadcast_to(signs * constant / scale * gain + bias, shapes["out"])
@@ -135,7 +135,7 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
             yield stage.id, "half of the cap", subject.run(stage.id, logits=logits), sign * cap / 2
 
 
-# GELU by tanh (Hendrycks & Gimpel 2016) at 1; that of −1 is 1 less. By erf it is 0.8413…
+# GELU by tanh (Hendrycks & Gimpel 2016) at 1; at −1 it is less by 1. GELU by erf is 0.8413… at 1.
 GELU_OF_ONE = 0.8411919906082767
 
 
@@ -195,7 +195,7 @@ def attention(subject: Subject) -> Iterator[Form]:
         model, masked = subject.config.model, subject.config.attention.document_mask
         seen = {"documents": DOCUMENTS} if masked else {}
         position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
-        # So many keys before it that a query sees.
+        # Number of earlier keys that a query sees.
         in_document = within_documents() if masked else position
         window = model.window if stage.id == WINDOWED else LENGTH
         within = np.minimum(in_document, window - 1)
@@ -220,7 +220,7 @@ def attention(subject: Subject) -> Iterator[Form]:
         out = subject.run(stage.id, **given).reshape(shape_q)
         cap = model.attention_cap
         above = math.exp(cap * math.tanh(math.log(3.0) / cap)) if cap else 3.0
-        # Behind the window the first key is not seen.
+        # With a window, the first key is out of sight.
         due = np.where(in_document < window, above / (above + within), 0.0)
         due = np.broadcast_to(due[..., None, None], out.shape)
         yield stage.id, "a score of ln 3 against zeros: 3 / (3 + n)", out, due
@@ -275,8 +275,9 @@ def _muon_by_hand(optim: OptimConfig, before: Arrays, done: int) -> tuple[Arrays
     return {"momentum_buffer": b}, 0.2 * math.sqrt(max(gradient.shape)) * by_singular_values(direction, optim.ns_steps)
 
 
-# Rule of core/components/optimizers.py → (settings, gradient after clipping, weight and moments before, steps done) →
-# the moments after, and the step before rate and decay. A rule that is not here has no closed form.
+# Rule of core/components/optimizers.py → a function of (settings, gradient after clipping, weight and moments before,
+# steps done), which returns the moments after, and the step before rate and decay. A rule without an entry has no
+# closed form.
 BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray]]] = {
     "adamw": _adamw_by_hand,
     "muon": _muon_by_hand,
@@ -295,7 +296,7 @@ def optimizer(subject: Subject) -> Iterator[Form]:
     old: dict[str, dict[str, np.ndarray]] = {
         kind: {name: rng.standard_normal(shapes[name]) for name in names} for kind, names in kinds.items()
     }
-    # Second moments are not negative.
+    # Second moments are never negative.
     old |= {kind: {name: np.square(value) for name, value in old[kind].items()} for kind in old if kind == "exp_avg_sq"}
     inputs = {f"{kind}/{name}": value for kind, tree in old.items() for name, value in tree.items()}
     scalars = {"step": np.asarray(done), "coefficient": np.asarray(coefficient), "lr": np.asarray(schedule)}

@@ -11,7 +11,7 @@ from lockstep.core.capabilities import RunsStages
 from lockstep.core.model.graph import Operation
 
 LOOK_UP = "embedding"
-# XLA on the CPU takes an array as it lies if its address is a multiple of this, and copies it otherwise.
+# XLA on the CPU uses an array in place if its address is a multiple of this, and copies it otherwise.
 ALIGNMENT = 64
 
 

@@ -59,7 +59,7 @@ def _inputs(one: Operation, graph: Graph, batch: Batch) -> dict[str, np.ndarray]
     """Return zeros of the shapes of a stage's inputs, which take no memory, and what the stage reads of the batch."""
     found = {role: _zeros(*batch.tokens.shape, *graph.by_tap[tap].width) for role, tap in one.reads.items()}
     found |= {role: _zeros(*parameter.shape) for role, parameter in one.parameters.items()}
-    if one.kind == LOOK_UP:  # it is given a row for each token (`run_operation`)
+    if one.kind == LOOK_UP:  # `run_operation` passes it a row for each token
         found["weight"] = _zeros(batch.tokens.size, *found["weight"].shape[1:])
     return found | {role: batch.arrays[role] for role in one.batch}
 

@@ -35,13 +35,13 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
 from lockstep.core.parity.reference.stages import chain, rounds_operands, shared_tensors, stages_of
 
-# Central differences with h = 2⁻¹⁶: of h² = 2e-10 times a third derivative, and ε/h = 1e-11 of rounding.
+# Central differences with h = 2⁻¹⁶ are off by h² = 2e-10 times a third derivative, and by ε/h = 1e-11 from rounding.
 WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
-# Rounding normal numbers to unit roundoff u makes a relative error of 0.42·u (root mean square); a product of rounded
-# operands, rounded once more, 0.73·u. Below a quarter of u a narrower format is not in force, be it by TF32 or FP16
-# (u/8) instead; a backward of attention, with seven roundings of which some cancel, stays below 4·u.
+# Rounding normal numbers to unit roundoff u gives a relative error of 0.42·u (root mean square); rounding operands and
+# product, 0.73·u. Below a quarter of u, no narrower format is in force, TF32 and FP16 (u/8) included. The backward pass
+# of attention has seven roundings, some of which cancel, and stays below 4·u.
 MOST_ROUNDOFFS, LEAST_ROUNDOFFS = 4.0, 0.25
-# 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 10.
+# 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 has 10.
 TF32_PROBE = 1.0 + 2.0**-12
 
 
@@ -106,7 +106,7 @@ def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
             found += list(question(subjects))
         except NotSupported as reason:
             missing.append(f"{what} of the reference: {reason}")
-        except Exception as error:  # somebody else's reference; the check itself reports what it cannot do with it
+        except Exception as error:  # a foreign reference; the check itself reports what it does not support
             missing.append(f"{what} of the reference: {_said(error)}")
     subjects.close()
     return ReferenceCheck(tuple(found), tuple(missing))
@@ -118,7 +118,7 @@ def small(config: RunConfig) -> RunConfig:
     heads = 4
     kv_heads = {model.heads: heads, 1: 1}.get(model.kv_heads, 2)
     sizes = {"vocab_size": 40, "hidden": 32, "layers": 2, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": 24}
-    # A width of heads that is not hidden / heads stays so; a window ends inside the sequences.
+    # A head width other than hidden / heads is kept; a window ends inside the sequences.
     sizes |= {"head_width": 12 if model.head_width else 0, "window": 3 if model.window else 0, "positions": LENGTH + 1}
     train = {"batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH, "ranks": 1, "curriculum": ""}
     return config.model_copy(
@@ -145,7 +145,7 @@ class Subjects:
             config = self._config.model_copy(update={"precision": precision})
             try:
                 session = self._reference.open(config)
-            except Exception as error:  # somebody else's reference, which need not know another model than the run's
+            except Exception as error:  # a foreign reference, which may not support another model than the run's
                 raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
             ask(session, RunsStages)
             if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
@@ -220,7 +220,7 @@ def _wiring(subjects: Subjects) -> Iterator[Finding]:
     taps = truth.session.observe(batch, observed_names(truth.config))
     if unseen := [one.tap for one in stages_of(truth.config) if one.tap not in taps]:
         raise NotSupported(f"it shows no {unseen[0]}")
-    # Shared tensors have several senders, and what is 0 in exact arithmetic has no digits to compare.
+    # Shared tensors have several senders, and a value that is 0 in exact arithmetic has no digits to compare.
     shared = {one.name for one in shared_tensors(truth.config)} | cancelled(truth.config.model).keys()
     basis = "the model's own stage on the model's own taps, in FP64"
     for stage in stages_of(truth.config):
@@ -257,7 +257,7 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
         in_fp8 = [name for name, stage in stages.items() if KINDS[stage.kind].in_fp8]
         variants += [(name, f"{name}/fp8", FORMATS["fp8"].roundoff) for name in in_fp8]
     for name, variant, unit in variants:
-        # The same bits for both: FP32 values.
+        # FP32 values, so that both sides get the same bits.
         drawn_at = drawn(truth, stages[name])
         inputs = {r: a.astype(np.float32) if a.dtype == np.float64 else a for r, a in drawn_at.items()}
         given = inputs

@@ -59,7 +59,7 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
     kinds: dict[str, str] = {}
     before: set[str] = set()
     order: list[str] = []
-    # A window and a cap of logits are stages of their own; two blocks show one with a window and one without.
+    # A window, and a cap on logits, are stages of their own; two blocks show a model with a window and one without.
     options: tuple[dict[str, Any], ...] = ({}, {"window": 1, "logits_cap": 1.0})
     for (family, _), option, head in itertools.product(families, options, heads):
         model = ModelConfig(family=family, layers=2, **option)

@@ -61,12 +61,12 @@ from lockstep.core.parity.watch.words import headline, in_words
 
 log = logging.getLogger("lockstep.watch")
 
-# Memory that a check takes, in bytes. For each number of the model: weights and gradients as backward left them,
+# Bytes of memory that a check takes. For each number of the model: weights and gradients after the backward pass,
 # clipped gradients, two moments before the update, weights and two moments after it. For each number of the largest
-# tensor: the same in FP64, with twin and truth of its update. Loss and gradients come after, with less.
+# tensor: the same in FP64, with twin and truth of its update. Loss and gradients come later and take less.
 BYTES_A_NUMBER, BYTES_OF_LARGEST = 32, 128
-# The same for a rank that does not judge, of the numbers that it holds: those that are cut over ranks are copied until
-# they have been sent, namely weights and gradients, both and two moments before, weights and two moments after.
+# Bytes that a rank which does not judge takes, for each number that it holds. Sharded tensors are copied until they are
+# sent: weights and gradients, both again with two moments before the update, weights and two moments after it.
 BYTES_A_NUMBER_ELSEWHERE = 40
 
 OnAlarm = Literal["log", "stop"] | Callable[[Check], None]
@@ -230,7 +230,7 @@ class Watcher:
         """Outcome of all checks: `disagreed` if any did, `could_not` if gradients were never judged, else `agreed`."""
         if any(c.verdict == "disagreed" for c in self.checks):
             return "disagreed"
-        # Checks that only measured are no verdict, and do not undo later ones.
+        # Checks that only measured give no verdict, and do not change later ones.
         return overall([c for c in self.checks if c.verdict != "could_not"]) if self._judged else "could_not"
 
     def to_json(self) -> dict[str, Any]:
@@ -372,7 +372,7 @@ class Watcher:
         number, uncovered, started = of_step.number, of_step.uncovered, of_step.started
         pending = pending if failed is None else None
         findings, cause = list[Finding](), None
-        # Errors that no more narrow guard caught: defects of Lockstep's, and still no end of somebody's training.
+        # Errors that no narrower guard caught: defects of Lockstep, which must not end a user's training.
         if pending is not None:
             with self._guard.link(uncovered, "step"):
                 self._complete(pending, parameters_of(self._model))
@@ -461,7 +461,7 @@ class Watcher:
         findings += pending.between
         findings += pending.observed.findings if pending.observed else ()
         skipped = judge.skipped_by_scaler(step)
-        # The update comes first: what was read around it is dropped before the reference takes memory.
+        # The update comes first: its tensors are released before the reference takes memory.
         uncovered_late = Uncovered()
         late = self._update(step, pending, params, skipped, uncovered_late)
         for read in (step.before, step.after, pending.before, pending.after):

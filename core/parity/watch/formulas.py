@@ -9,7 +9,8 @@ import numpy as np
 
 log = logging.getLogger("lockstep.watch")
 
-# Arguments as in the operation's schema, arrays for tensors; an array, or None, for each result.
+# A formula: arguments as in the operation's schema, with arrays for tensors; it returns an array, or None, for each
+# result.
 Formula = Callable[..., Sequence[np.ndarray | None]]
 Loader = Callable[[], Mapping[str, Formula]]
 

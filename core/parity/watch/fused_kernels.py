@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Takes a parameter; returns whether the fused Adam of its device takes hyperparameters in FP32.
+# A probe: it takes a parameter, and returns whether its device's fused Adam takes hyperparameters in FP32.
 Probe = Callable[[Any], bool]
 
 _probes: list[Probe] = []

@@ -23,15 +23,15 @@ from lockstep.core.parity.watch.snapshot import Answer, Snapshot
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.core.parity.watch.update_rules import EPSILON, EXACT, OF_SUMS, ROUNDINGS, Arithmetic, Rule
 
-# `p + Δ` is off by half an ulp of p on either side: this many of ‖p‖/‖Δ‖.
+# `p + Δ` is off by half an ulp of p on either side: allow this many ulp of ‖p‖/‖Δ‖.
 ULPS_OF_WEIGHTS = 4.0
-# An update by factored moments holds three sums over a tensor: of the weights' norm, the factors and its own norm.
+# An update by factored moments has three sums over a tensor: of the weights' norm, of the factors, and of its own norm.
 SUMS = 3
 LEAST_TWIN_ERROR_BF16 = 1e-5
 WORSE_TWIN = "the twin is worse than the candidate"
 NARROW = ("bfloat16", "float16")
-# Roundings to the gradients' format between them and a coefficient: a tensor's norm, that of the norms, and a quotient;
-# each is half a unit, twice as much in relative terms just above a power of two.
+# Roundings between gradients and their coefficient, in the gradients' format: a tensor's norm, the norm of the norms,
+# and a quotient. Each is half a unit, which counts double in relative terms just above a power of two.
 AS_NARROW = 3
 
 
@@ -94,7 +94,7 @@ class Judge:
             missing.append(f"gradients of {len(step.frozen)} frozen parameters: {few(sorted(step.frozen))}")
         both = [name for name in trainable if name in truth.grads and name in twin.grads]
         t: Arrays = Widened({name: truth.grads[name] for name in both})
-        # A gradient of narrow weights is itself narrow, however its reference computed it.
+        # The gradient of a narrow weight is itself narrow, whatever the reference's dtype.
         w: Arrays = Widened({name: twin.grads[name] for name in both}, step.dtypes)
         error = _relative(w, t)
         if self.precision == "bf16" and both and error < LEAST_TWIN_ERROR_BF16:
@@ -115,7 +115,8 @@ class Judge:
             )
             t, w = Widened(t, factor=own / _norm(t)), Widened(w, factor=own / _norm(w))
         held = self._by_itself(step, w) if self.own and self.limits is not None else self.limits
-        # In the order of the backward pass, as far as the order of registration tells: the first broken is the origin.
+        # Follow the backward pass, as far as the order of registration shows it: the first broken gradient is the
+        # origin.
         better: list[str] = []
         for name in reversed(both):
             if name not in left_out:
@@ -182,7 +183,8 @@ class Judge:
         basis = limits.basis + (f", few numbers ×{width:.2g}" if width > 1.05 else "")
         most, reach = limits.excess**width, width * limits.gain * d.twin_relative_error
         return (
-            # No lower bound: a candidate that is nearer to the truth than the twin is not wrong, the twin is coarse.
+            # No lower bound: if the candidate is nearer to the truth than the twin, the twin is coarse, and the
+            # candidate is not wrong.
             Measure("excess", d.excess, None, most, basis),
             Measure("gain_difference", d.gain_difference, -reach, reach, basis),
             Measure("twin_distance", d.twin_distance, None, width * limits.distance, basis),

@@ -31,7 +31,7 @@ from lockstep.core.parity.watch.update_rules import (
     sgd,
 )
 
-# bitsandbytes' quantiser for CPUs tells so many equal parts of [−1, 1] apart.
+# bitsandbytes' CPU quantiser distinguishes this many equal parts of [−1, 1].
 PARTS = 65536
 
 bf16, fp32 = ROUNDINGS["bfloat16"], ROUNDINGS["float32"]

@@ -13,8 +13,9 @@ from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.scatter import scatter
 
 Precision = Literal["fp32", "bf16", "fp64"]
-# A loss is one number: its error is one draw, and a ratio of two draws has no largest value. Both are therefore set
-# against what the twin's gradients say of the function (`loss_unit`), which overstates the error of a mean over many.
+# A loss is one number, so its error is a single draw, and a ratio of two draws has no largest value. Both errors are
+# therefore compared with a unit from the twin's gradients (`loss_unit`), which overstates the error of a mean over
+# many.
 LOSS_UNITS = 4.0
 
 
@@ -50,7 +51,7 @@ class Limits:
             for k in calibrated_bounds.table()[recipe]
             if k.startswith("gradients/") and not calibrated_bounds.is_mean(k)
         ]
-        # Large tensors only: their own scatter is negligible.
+        # For large tensors only, whose own scatter is negligible.
         found = [calibrated_bounds.limits(recipe, kind, 2**60) for kind in kinds]
         basis = f"widest over the gradients of clean {recipe} runs of Lockstep's model, the nearest calibrated recipe"
         widest = {key: max(getattr(one, key) for one in found) for key in ("excess", "distance", "gain")}

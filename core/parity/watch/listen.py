@@ -63,7 +63,7 @@ def listen(
 
     at: moment of the step → the function that reads a tensor there (core/parity/watch/together.py).
     """
-    depth = 0  # a subclass's step that calls its parent's fires inside itself
+    depth = 0  # a subclass's step may call its parent's, which is hooked too
 
     def read() -> None:
         with guard.link(pending.uncovered, "update"):

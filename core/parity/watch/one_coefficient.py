@@ -14,7 +14,7 @@ from lockstep.core.backend import Arrays
 
 # Bits behind the leading one, and the exponent of the smallest normal number.
 FORMATS = {"bfloat16": (7, -126), "float16": (10, -14)}
-# The product may be rounded to FP32 first, and the coefficient be a quotient: a few roundings of 2^-24.
+# The product may first be rounded to FP32, and the coefficient may be a quotient: a few roundings of 2^-24.
 SLOP = 4 * 2.0**-24
 
 
@@ -38,7 +38,7 @@ def coefficients(before: Arrays, after: Arrays, dtypes: Mapping[str, str]) -> tu
         old, new = np.abs(old), np.abs(new)
         fraction, exponent = np.frexp(new)
         above = np.ldexp(1.0, exponent - 1 - digits)
-        # Below a power of two, numbers lie twice as densely.
+        # Below a power of two, numbers are twice as dense.
         below = np.where(fraction == 0.5, above / 2, above)
         low = max(low, float(((new - below / 2) / old).max()))
         high = min(high, float(((new + above / 2) / old).min()))

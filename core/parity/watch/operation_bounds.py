@@ -38,7 +38,7 @@ from lockstep.core.parity.measures.distances import FLOOR_ULPS
 from lockstep.core.parity.measures.verdict import Measure
 
 RARE = 1e-9
-# Draws beside the given inputs, and the relative size of their changes: coarse enough for numbers of bf16 to change.
+# Number of draws near the given inputs, and their relative change: coarse enough to change numbers of bf16.
 DRAWS, BESIDE = 4, 2.0**-10
 
 
@@ -77,7 +77,7 @@ class Sides:
         moved = [np.square((self.of(x) - t) / BESIDE) for x in self.truths[1:]]
         response = sum(moved, np.zeros_like(t)) / max(len(moved), 1)
         if t.size < len(moved) ** 3:
-            # Few numbers: the mean of few squares may be near zero by chance, the largest seldom is.
+            # With few numbers, the mean of the squares may be near zero by chance; the largest seldom is.
             response = np.max(moved, axis=0) if moved else response
         return self.resolution**2 + one + (ROUNDING * EPS["float32"]) ** 2 * self.terms / 2 * (np.square(t) + response)
 

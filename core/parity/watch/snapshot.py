@@ -17,7 +17,7 @@ from lockstep.core.parity.watch.fused_kernels import adam_in_fp32
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.core.parity.watch.update_rules import IN_FP32
 
-# Attributes of an optimizer that stand in no group, and that its rule reads.
+# Attributes of an optimizer outside its groups that its rule reads.
 OF_OPTIMIZER = ("is_adamw", "block_size")
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -232,7 +232,7 @@ def snapshot(
                 name = names[id(p)]
                 in_fp32 = hyper.get("fused") and dtype_of(p) != "float64" and adam_in_fp32(p)
                 groups[name] = {**hyper, IN_FP32: True} if in_fp32 else hyper
-                # `get`: looking must not make an entry in the optimizer's defaultdict.
+                # `get`, because an index would add an entry to the optimizer's defaultdict.
                 entry = optimizer.state.get(p) or {}
                 if any(_in_codes(value) or f"qmap{kind[-1]}" in entry for kind, value in entry.items()):
                     coded.add(name)
@@ -254,7 +254,8 @@ def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarra
     """Decode a moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
     codes, levels, scale = (array_of(entry[f"{what}{kind[-1]}"]) for what in ("state", "qmap", "absmax"))
     flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]
-    # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.
+    # For a block of zeros, the library stores the code 0 (of −0.993) and the scale 0, whose product is −0; the tensor
+    # held 0.
     return flat.reshape(codes.shape) + np.float32(0)
 
 

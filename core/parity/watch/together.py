@@ -25,14 +25,14 @@ from lockstep.core.parity.watch.listen import Pending
 from lockstep.core.parity.watch.snapshot import Snapshot, array_of, share_equal
 from lockstep.core.parity.watch.uncovered import Uncovered, WatchCheck, reason
 
-# In the place of a tensor that this rank does not judge.
+# Placeholder for a tensor that this rank does not judge.
 DROPPED = np.empty(0)
 GRADIENTS = "gradients of"
-# Share of the squared error that is one rank's, where the fault is.
+# If one rank has at least this share of the squared error, the fault is there.
 NEARLY_ALL = 0.99
 # Bytes of a message between ranks.
 MESSAGE = 2**26
-# Moment and kind of what was read → stage and phase of its finding, in the order of a step.
+# Moment and kind of what was read → stage and phase of the finding, in the order of a step.
 LINKS = {
     "before/weights": ("weights", "state"),
     "update/moments": ("moments", "state"),
@@ -60,7 +60,7 @@ class Cut:
         return _joined(self.ranks, self.dims, parts)
 
 
-# How a gradient was cut: by one rank's part, and the shapes of all.
+# The layout of a sharded gradient: one rank's part, and the shapes of all parts.
 Layout = tuple[Cut, Mapping[int, tuple[int, ...]]]
 
 
@@ -182,7 +182,7 @@ def put_together(
             arrays, name = held[place]
             cut, arrays[name] = places.pop(place), DROPPED
             if ranks.rank == 0:
-                # The others wait for the next message, whatever becomes of this one.
+                # The other ranks wait for the next message, even if this one fails.
                 try:
                     if place == f"{GRADIENTS} {name}" and pending is not None:
                         pending.layouts[name] = cut, {rank: found[i].shape for rank, found in parts.items()}
@@ -296,7 +296,7 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
         apart: dict[int, list[str]] = {}
         for name in names:
             counts = Counter(one[name] for one in held)
-            # Most ranks' bits; with as many on either side, those of rank 0.
+            # The bits that most ranks have; if two are equally common, those of rank 0.
             usual = max(counts, key=lambda digest: (counts[digest], digest == held[0][name]))
             for rank, one in enumerate(held):
                 if one[name] != usual:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Operation, phase, class of the module, dtypes of what it reads.
+# A kind of operation: its name, phase, class of the module, and dtypes of its inputs.
 Kind = tuple[str, ...]
 
 

@@ -22,9 +22,9 @@ State = Mapping[str, np.ndarray]
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round float64 values through FP32 to the nearest bfloat16, ties to even; return float64 of the same shape."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    # Adding just under half of the last kept place, plus that place's own bit, carries exactly where it must.
+    # Adding just under half of the last kept digit, plus that digit's own bit, carries exactly in the right cases.
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)) << np.uint32(16)
-    # `ascontiguousarray` makes one dimension of none.
+    # `ascontiguousarray` turns zero dimensions into one.
     return np.where(np.isfinite(x), rounded.view(np.float32).reshape(np.shape(x)), x).astype(np.float64)
 
 
@@ -74,7 +74,7 @@ def refuse_fp64(a: Arithmetic, why: str) -> None:
         raise UserError(f"FP64 weights, but {why}")
 
 
-# Kinds of comparison without calibrated bounds: FP32 sums, held to what such sums may be off (judge.py).
+# Kinds of comparison without calibrated bounds: FP32 sums, bounded by the possible error of such sums (judge.py).
 OF_SUMS = "sums"
 
 
@@ -90,12 +90,13 @@ class Updated:
     kinds: Mapping[str, str] = field(default_factory=dict)
 
 
-# (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of its group, arithmetic). With the
-# group come `dtype` of the parameter, and `in_codes`, which is True where its state is kept in 8-bit codes.
+# An update rule: a function of (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of
+# its group, arithmetic). The group also has `dtype`, the parameter's, and `in_codes`, which is True where its state is
+# kept in 8-bit codes.
 Rule = Callable[[np.ndarray, np.ndarray, State, int, Mapping[str, Any], Arithmetic], Updated]
 
 
-# A group's hyperparameter that no optimizer has: its kernel takes the others in FP32.
+# A key that no optimizer's group has: the kernel takes the other hyperparameters in FP32.
 IN_FP32 = "in_fp32"
 
 
@@ -125,7 +126,7 @@ def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
     moments = {"exp_avg": m, "exp_avg_sq": v}
     if group.get("amsgrad"):
         v = moments["max_exp_avg_sq"] = np.maximum(before.get("max_exp_avg_sq", zeros), v)
-    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch gives NaN as well
+    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch returns NaN as well
         if group.get("capturable"):
             # The scalars are FP32 tensors on the device, and −lr/(1 − β₁ᵗ) goes into the denominator.
             first, second = (a.scalar(1 - a.scalar(a.scalar(beta) ** step)) for beta in (beta1, beta2))
@@ -167,7 +168,7 @@ def _adam_in_fp32(
         largest = np.maximum(before.get("max_exp_avg_sq", zeros), v)
         moments["max_exp_avg_sq"] = a.store(largest)
     first, second = (a.scalar(1 - a.scalar(beta**step)) for beta in (beta1, beta2))
-    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch gives NaN as well
+    with np.errstate(divide="ignore", invalid="ignore"):  # ε = 0 and no gradient yet: torch returns NaN as well
         root = a.compute(a.compute(np.sqrt(largest)) / a.scalar(second**0.5))
         moved = a.compute(a.compute(a.scalar(a.scalar(lr) / first) * m) / a.compute(root + a.scalar(group["eps"])))
     return Updated(a.store(p - moved), moments)
