@@ -1,9 +1,8 @@
-"""Look for casts and an attention kernel that fit what a check examined, where stages differ from what is declared.
+"""Search for casts and an attention kernel that fit what a check examined, where stages differ from the declared ones.
 
-A trainer that rounds where the run does not declare it, or does not where it does, is not wrong by itself: autocast,
-fused kernels and bf16 residual streams are right by another declaration (core/components/cast_plan.py). Each choice
-is tried on the stages that it touches, from the candidate's own inputs; then the whole step is judged under what was
-found.
+A trainer whose roundings differ from the declared ones is not wrong for that: autocast, fused kernels and bf16 residual
+streams are right under another declaration (core/components/cast_plan.py). Each choice is tried on the stages that it
+touches, from the candidate's own inputs. Then the whole step is judged under the choices that fit.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A check examines the stages of two sequences of a micro-batch, with uneven loss weights, and the step itself end to end.
 A fault that acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding), or
-only with the step's own weights, is seen end to end and has no origin. Then the step's state is loaded again, and the
-loss laid upon the other sequences, two at a time, and upon whole micro-batches with their own weights, until a stage is
-wrong on what it was given.
+only with the step's own weights, is seen end to end and has no origin. Then the step's state is loaded again. The loss
+is moved to the other sequences, two at a time, then to whole micro-batches with their own weights, until a stage is
+wrong on its own inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name what is not bit-equal in two runs of one step."""
+"""Name what differs in any bit between two runs of one step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hold the evidence of a step: gathered from a session, in memory or on disk."""
+"""The evidence of a step: gathered from a session, in memory or on disk."""

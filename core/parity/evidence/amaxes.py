@@ -1,4 +1,4 @@
-"""Ask what passes saw under FP8's delayed scaling."""
+"""Gather the amaxes that passes saw under FP8's delayed scaling."""
 
 from __future__ import annotations
 

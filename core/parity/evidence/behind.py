@@ -1,4 +1,4 @@
-"""Write tensors by a thread of its own, while what comes next is computed."""
+"""Write tensors on a thread, while the next ones are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Note what passes that only look at a state change in it."""
+"""Record changes of the state by passes that must not change it."""
 
 from __future__ import annotations
 

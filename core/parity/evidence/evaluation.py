@@ -1,7 +1,7 @@
 """Gather what a candidate's `evaluate` gives for the sequences of a check: of the run's policy, and of FP32.
 
-A model that has hardly been trained guesses no target, and then nothing tells right guesses from none. So every second
-target is the token that the candidate's own logits find likeliest.
+A model that has hardly been trained predicts no target, so that `top1` would be false everywhere. Therefore every
+second target is the likeliest token by the candidate's own logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold the evidence of one step of a candidate: what a check judges, with nothing of how it was gathered."""
+"""The evidence of one step of a candidate: all that a check judges, independent of how it was gathered."""
 
 from __future__ import annotations
 

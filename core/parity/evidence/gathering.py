@@ -1,4 +1,4 @@
-"""Hold what has been found of one step while a check's passes run, until it is evidence."""
+"""The evidence of one step while the passes of a check still run."""
 
 from __future__ import annotations
 

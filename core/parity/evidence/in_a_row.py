@@ -1,9 +1,9 @@
-"""Two steps in a row as training makes them, which no check is between, held to the same two with a check between them.
+"""Compare two steps in a row, as training makes them, with the same two steps with a check between them.
 
-Whatever a check does is itself something that happens between two steps: it computes gradients, which may clear what a
-step leaves behind, it shows a step, and at its end it loads a state, which may make anew what was outdated. A session
-that depends on what lies outside its state (a copy of weights that only a load makes anew, gradients that only other
-passes clear, a buffer of old gradients) is wrong in every run and right in every check.
+A check itself acts between two steps. It computes gradients, which may clear what a step left behind; it shows a step;
+and at its end it loads a state, which may refresh stale copies. A session that depends on anything outside its state (a
+copy of weights that only a load refreshes, gradients that only other passes clear, a buffer of old gradients) is wrong
+in every run and right in every check.
 
 A checkpoint, an evaluation and a resume come between steps too (`Follows`).
 """

@@ -1,4 +1,4 @@
-"""Keep gathering from waiting for the disk, and from failing with it: training needs the step, not its evidence."""
+"""A store that neither blocks gathering nor fails it with the disk: training needs the step, not its evidence."""
 
 from __future__ import annotations
 

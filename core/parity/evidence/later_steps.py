@@ -1,13 +1,13 @@
-"""A run's first step as a later one of the run: what depends on the step's number alone is seen before it comes.
+"""Repeat a run's first step as a later step: faults that depend on the step's number alone show before it comes.
 
 `lockstep parity` checks the first steps, in which a schedule mostly warms up; one that never decays is wrong hundreds
-of steps later. The last of them is made with weights so small that its gradients are shorter than `optim.clip_norm`,
-as those of later steps are: in a first step they are mostly longer. Both begin with counts as a long run has them: a
-loss scale that is about to grow, a full history of amaxes.
+of steps later. The last of the repeated steps has weights so small that its gradients are shorter than
+`optim.clip_norm`, as in later steps: in a first step they are mostly longer. Both start with the counts of a long run:
+a loss scale that is about to grow, a full history of amaxes.
 
-Records say what a session means to do. So that what it does is held to the reference as well, a part of each
-parameter's gradient, and of its moments and weights after the step, is kept. Each later step is also made once more as
-the second step of the run: loss and gradients of a model do not depend on the step's number.
+Records show what a session reports. To compare also what it does with the reference, a part of each parameter's
+gradient is kept, and of its moments and weights after the step. Each later step is also repeated as the second step of
+the run: loss and gradients of a model do not depend on the step's number.
 """
 
 from __future__ import annotations

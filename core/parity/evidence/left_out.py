@@ -1,7 +1,7 @@
-"""Make a step that is not finite, as a run may meet one, and look at what a session tells of it and what it changes.
+"""Make a step that is not finite, as a run may meet one, and compare what a session reports and what it changes.
 
-No finite step shows it: a session that takes NaN for 0, moves its weights all the same, or forgets to count what it
-left out, is right until then. One gain of the state is NaN, and so are the loss and all gradients.
+No finite step shows a session that takes NaN for 0, moves its weights all the same, or does not count the steps that it
+left out. Here one gain of the state is NaN, and so are the loss and all gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Give a batch uneven loss weights, or other ones; find the sequences that have any."""
+"""Replace a batch's loss weights by uneven or other ones; find the sequences that have any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the step that a check is about, and keep what it shows of itself."""
+"""Make the step that is checked, and keep what it shows."""
 
 from __future__ import annotations
 

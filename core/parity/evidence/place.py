@@ -1,4 +1,4 @@
-"""Choose where the evidence of a check lies while it is judged: in memory, or, of a large model, in a folder."""
+"""Choose the place of a check's evidence while it is judged: memory or, for a large model, a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the micro-batch that is looked at in detail, and the sequences of it that hold its loss."""
+"""Choose the micro-batch that a check examines, and the sequences of it that hold its loss."""
 
 from __future__ import annotations
 

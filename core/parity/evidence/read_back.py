@@ -1,4 +1,4 @@
-"""Read back what the program of a step was given, on its device, and count where it is not the step's batch.
+"""Read back a step's inputs from the device, and count where they differ from the step's batch.
 
 The digest in a step's record is of the batch that the session was handed. Between it and the program lie a copy to
 pinned memory, a transfer, a cut into micro-batches.

@@ -1,4 +1,4 @@
-"""Load, for a while, scales that suit a micro-batch that is computed alone, as a share of a whole."""
+"""Load, while a block runs, scales that suit a micro-batch that is computed alone, as a share of a whole."""
 
 from __future__ import annotations
 

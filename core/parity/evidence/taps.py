@@ -1,4 +1,4 @@
-"""Have a session show the taps and gradients of the sequences that hold a micro-batch's loss."""
+"""Request the taps and gradients of the sequences that hold a micro-batch's loss."""
 
 from __future__ import annotations
 

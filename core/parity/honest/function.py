@@ -1,4 +1,4 @@
-"""A function under test as the engine sees it: arrays in, arrays out; a backend runs it (its tools/honest.py)."""
+"""A function under test: arrays in, arrays out; a backend runs it (its tools/honest.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three functions that are compared, and what each gave on every draw."""
+"""The three functions that are compared, and the results of each on every draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth: the plain function in FP64, which must not narrow it, and how its results answer to small changes."""
+"""The truth: the plain function in FP64, which must not narrow it, and the response of its results to small changes."""
 
 from __future__ import annotations
 

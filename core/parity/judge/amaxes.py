@@ -1,7 +1,7 @@
-"""FP8's delayed scaling: what a step remembers of the largest magnitudes that it saw, and of those before it.
+"""Check FP8's amax history: the largest magnitudes of a step, and those of the steps before it.
 
-The scales themselves need no check of their own: the reference casts with those that follow from the state before the
-step (core/train/fp8_amax.py), and a layer with another one rounds otherwise in each of its numbers.
+The scales need no separate check: the reference casts with the scales that follow from the state before the step
+(core/train/fp8_amax.py), and a layer with another scale rounds each of its numbers otherwise.
 """
 
 from __future__ import annotations

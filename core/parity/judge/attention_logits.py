@@ -1,4 +1,4 @@
-"""Hold the largest attention logits that a record reports to the candidate's own rotated queries and keys.
+"""Compare the largest attention logits that a record reports with the candidate's own rotated queries and keys.
 
 They are made by a forward pass of their own, whose roundings may fall otherwise than in the program that showed q and
 k. Two passes are each as far from the truth as the twin is, up to MARGIN; a product q·k of a relative error in each

@@ -1,4 +1,4 @@
-"""Hold the logits that sampling makes to those of twin and truth, which compute all tokens of a sequence together.
+"""Compare the logits that sampling makes with those of twin and truth, which compute all tokens together.
 
 With a cache and without, all round in the same places: weights, keys, values and the stream. Only attention of a
 single query is summed in another order. So their errors are two draws of the same many roundings. How often one is the

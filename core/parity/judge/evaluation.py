@@ -1,4 +1,4 @@
-"""Hold a candidate's `evaluate` to the logits of twin and truth, which start from the candidate's weights.
+"""Compare a candidate's `evaluate` with the logits of twin and truth, which start from the candidate's weights.
 
 NLL is compared as the loss's is. `top1` states whether the target has the largest logit, and is exact but for ties: let
 e be `furthest` times the largest error among the twin's logits. The difference of two honest logits is at most 2e from

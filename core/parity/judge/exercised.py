@@ -1,7 +1,7 @@
-"""Levers of a run that a check never saw at work: agreement does not cover them.
+"""List the levers of a run that had no effect in a check: agreement does not cover them.
 
-A document mask masks nothing where no sequence holds two documents, and clipping clips nothing below its norm: a
-trainer that lacks them makes the same step.
+If no sequence holds two documents, a document mask masks nothing; below its norm, clipping clips nothing. A trainer
+without them makes the same step.
 """
 
 from __future__ import annotations

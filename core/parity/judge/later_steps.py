@@ -1,4 +1,4 @@
-"""Judge what later steps of the run made of weights and moments (core/parity/evidence/later_steps.py)."""
+"""Judge the weights and moments after later steps of the run (core/parity/evidence/later_steps.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths that are off alike in many tensors: named where each by itself is too far from the truth's direction."""
+"""Find length errors shared by many tensors, each of which alone is too far from the truth's direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge the step that really runs: its own loss weights, on all of its sequences, and its own number of micro-batches.
+"""Judge the step as it runs: its own loss weights, all of its sequences, its own number of micro-batches.
 
 The micro-batch whose stages are shown has uneven weights on a few sequences. A program may have a branch for weights
 that are all 1, or be wrong in rows, or in a fourth micro-batch, that are not among those. So the step's own NLL and

@@ -1,7 +1,7 @@
-"""Hold the gradients that each rank has after the reduction to rank 0's: a sum has one value on every rank.
+"""Compare the gradients of each rank after the reduction with rank 0's: a sum has one value on every rank.
 
-Rank 0's own are judged as those of one process are. A rank whose gradients were not reduced, or not all of them, would
-go on with other weights.
+Rank 0's gradients are judged as those of a single process. A rank whose gradients were not all reduced would continue
+with other weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hold what a step's record only reports: no other link of the chain reads these numbers, and they are still shown.
+"""Check the numbers that a step's record only reports: no other link of the chain reads them.
 
 Tokens and loss weight are functions of the batch, counts those of the state, and norms by group follow from weights and
 gradients that the check holds anyway.

@@ -1,4 +1,4 @@
-"""Name the rank whose rows are wrong, where weights are cut over ranks."""
+"""Name the rank whose rows are wrong, where weights are sharded over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say which well-known mistake gives a scalar of a step that is wrong: another mean, another clipping, another step."""
+"""Name the well-known mistake that gives a step's wrong scalar: another mean, another clipping, another step."""
 
 from __future__ import annotations
 

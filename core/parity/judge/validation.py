@@ -1,4 +1,4 @@
-"""Hold a run's validation to twin and truth at the weights after the step, and the record's means to its scores."""
+"""Compare a run's validation with twin and truth at the weights after the step, and a record's means with scores."""
 
 from __future__ import annotations
 

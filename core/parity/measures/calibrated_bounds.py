@@ -1,4 +1,4 @@
-"""The bounds that tensor comparisons are held to: measured extremes of clean runs, by recipe and kind of comparison.
+"""Bounds of tensor comparisons: measured extremes of clean runs, by recipe and kind of comparison.
 
 `python -m lockstep.scripts.studies.calibrate` makes `calibrated_bounds.json`: for each recipe (precision policy, eager
 or compiled) and kind (a forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update)

@@ -1,4 +1,4 @@
-"""Draw the part of a parameter whose moments and update are looked at."""
+"""Draw the part of a parameter whose moments and update are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Go through large tensors a stretch at a time: what is compared of them is sums, and a stretch fits a core's cache."""
+"""Split large tensors into stretches that fit a core's cache: comparisons are sums over them."""
 
 from __future__ import annotations
 

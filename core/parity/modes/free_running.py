@@ -1,4 +1,4 @@
-"""Divergence watched instead of judged: candidate, twin and truth each train on from the same initial weights.
+"""Measure divergence without judging it: candidate, twin and truth each train on from the same initial weights.
 
 Nothing is synchronised, so rounding feeds back through the weights and grows: the distance between two correct
 trajectories grows as well. But an honest candidate does not leave the truth faster than its twin does.

@@ -1,4 +1,4 @@
-"""A kept batch run again: the run's candidate goes from the nearest stored state to its step, and makes the step."""
+"""Run a kept batch again: the run's candidate goes from the nearest stored state to its step, and makes the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The candidate of a run, taken to any of its steps from the nearest stored state, its records held to the run's."""
+"""Run a run's candidate to any of its steps from the nearest stored state, and compare its records with the run's."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Compute what a step should have given: the chain of stages, and the checks that the reference itself passes."""
+"""The expected results of a step: the chain of stages, and the checks that the reference itself passes."""

@@ -1,4 +1,4 @@
-"""Hold the reference to closed forms: inputs for which the answer is known by hand, before it judges.
+"""Compare the reference with closed forms, before it judges: inputs whose answer is known by hand.
 
 Every form is (stage, what it shows, the reference's answer, the answer). Shapes are those of
 core/parity/reference/stages.py: B batch, S sequence, D hidden, H heads, K key-value heads, E head dimension, F

@@ -1,4 +1,4 @@
-"""Have a reference compile the programs of a check's stages while the candidate is at work, which has cores to spare.
+"""Compile a reference's programs for a check's stages while the candidate runs, which leaves cores idle.
 
 A stage runs forward, and with gradients: on a micro-batch of the step, and on the sequences of one that have weight.
 A stage that is not prepared is compiled when it is asked for.

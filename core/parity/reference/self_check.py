@@ -1,4 +1,4 @@
-"""The reference judged, before it judges anybody: a wrong reference accuses honest trainers and passes faulty ones.
+"""Check the reference before it judges a candidate: a wrong one accuses honest trainers and passes faulty ones.
 
 It opens a small model of the run's own kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is held to
 

@@ -1,4 +1,4 @@
-"""`watch`: forward, backward and update of somebody's own training loop against a function of theirs, no `Backend`.
+"""`watch`: compare forward, backward and update of a user's training loop with a function of theirs; no `Backend`.
 
     watcher = watch(model, optimizer, reference=reference(jax_loss), every=100)
     for batch in data:

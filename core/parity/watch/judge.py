@@ -1,4 +1,4 @@
-"""The judgement of one step of somebody's own loop: gradients and loss end to end, clipping and update locally."""
+"""The judgement of one step of a user's loop: gradients and loss end to end, clipping and update locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the judgement of a step's single operations."""
+"""The judgement of a step's single operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks that train one model, and one judgement for all of them.
+"""The ranks that train one model, and one judgement for all of them.
 
 On a check, every rank copies what it holds, rank 0 judges, and all get its verdict. Ranks wait for each other in
 `put_together` and `told_to_all` alone. Both stand at the end of a step, and every rank calls them whatever it could not

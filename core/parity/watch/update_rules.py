@@ -1,4 +1,4 @@
-"""torch's optimizers in numpy, one rounding after each of torch's operations: what `watch` holds an update to.
+"""The update rules of torch's optimizers in numpy, one rounding after each of torch's operations.
 
 A rule is written once. With the rounding of the parameter's own dtype it is the twin; without any it is the truth in
 FP64. Sources: torch/optim/adam.py, adamw.py and sgd.py, single tensor (foreach rounds at the same places; `fused`

@@ -1,4 +1,4 @@
-"""A check, and the verdict over all of them, in a line."""
+"""Texts of one line for a check, and for the verdict over all checks."""
 
 from __future__ import annotations
 
