@@ -26,7 +26,7 @@ def load_backend(spec: str) -> Backend:
         module = module_from_file(place) if place.endswith(".py") else _from_module(place)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # somebody else's code: it must not end the check as if all were well
+    except (Exception, SystemExit) as error:  # foreign code: it must not end the check as if all were well
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise UserError(f"{spec}: there is no module {error.name}") from error
         raise UserError(f"{spec}: importing {place} failed: {type(error).__name__}: {error}") from error

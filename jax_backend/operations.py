@@ -588,7 +588,7 @@ def _scaled_dot_product_efficient_attention(
     query: Array, key: Array, value: Array, attn_bias: Array | None, compute_log_sumexp: bool, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, operands: str = "",
 ) -> Result:  # fmt: skip
-    """Return softmax(q·kᵀ·scale + bias)·v of (B, H, S, E); its log-sum-exp is padded with what nobody reads."""
+    """Return softmax(q·kᵀ·scale + bias)·v of (B, H, S, E); its log-sum-exp is padded with numbers that are not read."""
     out, _ = _flash(query, key, value, attn_bias, is_causal, scale, dropout_p, operands)
     return out, None, None, None
 

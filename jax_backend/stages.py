@@ -34,7 +34,7 @@ StageFunction = Callable[[Inputs], Array]
 def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[str, StageFunction]:
     """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
 
-    Stages of one kind, where shapes alone tell them apart, are one function.
+    Stages of one kind, which differ in shapes alone, are one function.
     """
     attention, mlp, eps = model.blocks[0].attn, model.blocks[0].mlp, run.model.norm_eps
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim

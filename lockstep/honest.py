@@ -1,4 +1,4 @@
-"""`assert_honest`: a kernel, forward and backward, held to the honest error of the function that it stands for.
+"""`assert_honest`: a kernel, forward and backward, against the honest error of the function that it stands for.
 
     from lockstep import assert_honest
 

@@ -32,7 +32,7 @@ _INDUCTOR = os.path.join(tempfile.gettempdir(), f"lockstep_inductor_{_USER}")
 
 
 def owned(folder: str) -> bool:
-    """Return whether `folder` is there, or could be made, as a folder of this user's that nobody else may write to."""
+    """Return whether `folder` is there, or could be made, as a folder to which only this user may write."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.lstat(folder)

@@ -134,7 +134,7 @@ class WritingTorch:
     def wait(self) -> None:
         """Write this rank's files, and wait for the other ranks. Raises OSError if any of them could not.
 
-        Its copy of the state is let go: a writing is waited for once.
+        Its copy of the state is released: a writing is waited for once.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -62,7 +62,7 @@ from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
-# 8-bit codes are found for so many blocks of numbers together, a few MB of them.
+# 8-bit codes are found for this many blocks of numbers together, a few MB of them.
 BLOCKS_AT_ONCE = 4096
 NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Group = dict[str, Any]

@@ -199,7 +199,8 @@ class TorchSession(Observes):
         Where weights are cut over ranks, its arrays may be whole, or this rank's rows.
         """
         check_state(self.config, state, {name: part_shape(p) for name, p in self.parameters.items()})
-        # Gradients and copies of another state, which nobody reads: a check that judges beside it needs their memory.
+        # Gradients and copies of another state, which are not read any more: a check that judges beside it needs their
+        # memory.
         self.optimizer.zero_grad(set_to_none=not self.replays)
         self._writer.release()
         self._load_parameters(state.params)
@@ -255,7 +256,7 @@ class TorchSession(Observes):
     def write(self, folder: Path) -> WritingTorch:
         """Start to write the state by torch.distributed.checkpoint; every rank of the session calls it.
 
-        Gradients are let go first: where weights are in host memory, the copy takes as much.
+        Gradients are released first: where weights are in host memory, the copy takes as much.
         """
         if not self.replays:
             self.optimizer.zero_grad(set_to_none=True)

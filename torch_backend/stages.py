@@ -37,7 +37,7 @@ def stage_functions(
 ) -> dict[str, StageFunction]:
     """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
 
-    Stages of one kind, where shapes alone tell them apart, are one function.
+    Stages of one kind, which differ in shapes alone, are one function.
     """
     block = model.blocks[0]
     assert isinstance(block, Block)

@@ -1,6 +1,6 @@
 """Torch's switches that change precision: set to what the policy declares, and held there while a session computes.
 
-The switches belong to the process. A container, a library or a line of somebody's script may set them: Accelerate
+The switches belong to the process. A container, a library or a user's script may set them: Accelerate
 allows TF32 where it compiles, containers of NVIDIA set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. A session sets all of them
 when it is opened, and reads them again before each micro-batch, each update and each program of a check.
 

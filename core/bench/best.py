@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
-# A candidate that a plan takes for so much slower than its best is not measured: plans are not that far off.
+# A candidate that a plan expects to be this much slower than its best is not measured: plans are not that far off.
 SLOWER = 1.5
 LEADERS = 3
 OUT_OF_TIME = "the time was up"

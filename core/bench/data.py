@@ -37,7 +37,7 @@ CONTENDERS = (
     Contender("nanogpt", "nanoGPT's get_batch", f"{_THEIRS}:NanoGPT"),
     Contender("dataloader", "torch DataLoader, 8 workers", f"{_THEIRS}:TorchLoader"),
 )
-# Sequences of so many tokens.
+# Sequences of this many tokens.
 ROWS = {"16x128": (16, 128), "64x1024": (64, 1024), "512x1024": (512, 1024)}
 # First batches are of this size.
 FIRST = "64x1024"

@@ -321,7 +321,7 @@ def _save(path: Path, arrays: Arrays) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(contiguous, path)
-        path.chmod(mode)  # safetensors lets nobody but the owner read it
+        path.chmod(mode)  # safetensors makes it readable by the owner alone
     except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error
 

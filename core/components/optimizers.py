@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lockstep.core.model.graph import Parameter, Shape
 
-# 8-bit moments are kept in blocks of so many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
+# 8-bit moments are kept in blocks of this many numbers with a scale each (Dettmers et al. 2022, arXiv 2110.02861), and
 # small tensors are not.
 BLOCK, LEAST_IN_EIGHT_BITS = 256, 4096
 
@@ -72,7 +72,7 @@ class UpdateRule:
     moments: kinds of state, each an array of the parameter's shape; names in states and checkpoints.
     reads:   settings of `OptimConfig` that it reads, but for rate and decay.
     moment_bytes: of a number of them; None: those of the master weight.
-    bounds:  prefix of the calibrated bounds that its moments and updates are held to; empty: those of AdamW.
+    bounds:  prefix of the calibrated bounds that its moments and updates are checked against; empty: those of AdamW.
     variant: kind of a moment, or `update`, → its name under that prefix.
     rounded: those that the rule itself rounds to a narrower format than the stream's, by that name.
     flops:   of its matrix products in one update.

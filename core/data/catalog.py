@@ -114,7 +114,7 @@ def read_catalog(
         listing: the files.
         column: see `read_documents`.
         val_fraction: in (0, 1).
-        on_bytes: told the bytes of source read so far, after each file or each part that a worker has read.
+        on_bytes: called with the bytes of source read so far, after each file or each part that a worker has read.
         rules: what is done with other records.
         engine: who reads, several files at a time; None, or a source of less than a few parts: this process.
         folder: the folder that the engine's workers must see.

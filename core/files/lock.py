@@ -68,7 +68,7 @@ class FolderLock:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of `folder`, and so writes there; None where nobody can tell.
+    """Return whether a process holds the lock of `folder`, and so writes there; None where that is unknown.
 
     Nothing is written. The lock is asked for as shared with other readers, and given back at once.
     """

@@ -24,5 +24,5 @@ def make_parents(folder: Path) -> list[Path]:
 def remove_parents(made: list[Path]) -> None:
     """Remove the folders that `make_parents` returned, as far as they are empty."""
     for parent in reversed(made):
-        with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
+        with contextlib.suppress(OSError):  # not empty: another process uses it by now
             parent.rmdir()

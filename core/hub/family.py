@@ -93,8 +93,8 @@ class HubFamily:
     theta: RoPE's base where config.json names none (core/hub/rope.py); None without rotary positions. tensors: all that
     some model of the family has; a model has those whose parameters are its own. head: their name of the head, tied or
     not. prefix: of their names, but the head's; files of the trunk alone lack it. constants: endings of tensors that
-    old files hold and nobody reads. dropout: keys of rates that act in training alone, and not in our model. longest:
-    their key of the longest sequence; empty where a setting of the model holds it.
+    old files hold, and which are not read. dropout: keys of rates that act in training alone, and not in our model.
+    longest: their key of the longest sequence; empty where a setting of the model holds it.
     """
 
     name: str

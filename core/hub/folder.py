@@ -39,7 +39,7 @@ class Where:
 
 
 class HubFolder:
-    """A folder whose files have been looked at; a tensor is read when it is asked for.
+    """A folder whose files have been examined; a tensor is read when it is asked for.
 
     path: the folder. config: config.json. tensors: their tensors by name. files: of the weights, in order.
     """

@@ -1,4 +1,4 @@
-"""The parameters of a Hugging Face folder, under our names, held to the folder bit by bit."""
+"""The parameters of a Hugging Face folder, under our names, compared with the folder bit by bit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _names(family: HubFamily, tensors: Mapping[str, Where]) -> dict[str, str]:
 def _require_tensors(
     family: HubFamily, model: ModelConfig, stored: tuple[Stored, ...], folder: HubFolder, names: Mapping[str, str]
 ) -> list[str]:
-    """Return the tensors that nobody reads. Raises UserError that names what is missing, too many, or misshapen."""
+    """Return the tensors that are not read. Raises UserError that names what is missing, too many, or misshapen."""
     shapes = parameter_shapes(model)
     due = {one.theirs: their_shape(one, shapes) for one in stored}
     if model.tied and family.head in names:

@@ -157,7 +157,7 @@ def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors lets nobody but the owner read it
+        path.chmod(mode)  # safetensors makes it readable by the owner alone
         flush_folder(path)
     except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error

@@ -91,7 +91,7 @@ class Watched:
         self._state: tuple[object, ...] = ()
 
     def look(self) -> Snapshot:
-        """Return the run as it is now, or as it was if it was looked at a moment ago."""
+        """Return the run as it is now, or as it was if it was examined a moment ago."""
         started = time.monotonic()
         if started < self._due:
             return self.snapshot
@@ -205,7 +205,7 @@ def require_watchable(run: Path) -> None:
 def _info(run: Path) -> Mapping[str, Any]:
     try:
         return read_info(run / INFO)
-    except UserError:  # the page's notes tell of it
+    except UserError:  # the page's notes mention it
         return {}
 
 

@@ -15,7 +15,7 @@ from lockstep.core.mutate.rows import Row
 
 @dataclass(frozen=True)
 class Outcome:
-    """A class of rows. colour: in the picture; told apart in grey and by those who see no red or no green."""
+    """A class of rows. colour: in the picture; distinct in grey and for those who see no red or no green."""
 
     words: str
     colour: str

@@ -22,7 +22,7 @@ _RIGHT = ("steps", "loss", "val", "tokens/s")
 
 
 def build_page(folder: Path, rows: Sequence[Row], keys: Sequence[str], baseline: Row | None) -> str:
-    """Return the page. keys: the settings that differ, each a column. baseline: the run that the others are held to."""
+    """Return the page. keys: the settings that differ, each a column. baseline: the run to compare others with."""
     where = str(folder.resolve())
     beside = f"Settings that are not those of {baseline.path} are bold." if baseline else ""
     body = "\n".join(

@@ -149,7 +149,7 @@ def _is_branch(path: str) -> bool:
 def state_of(begun: bool, held: bool | None, info: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state of a run and what ended it.
 
-    begun: whether it has a record. held: whether a process has its lock, None if nobody can tell. info: run.json, empty
+    begun: whether it has a record. held: whether a process has its lock, None if unknown. info: run.json, empty
     if it is damaged. Raises KeyError, TypeError or AttributeError if that is no run's.
     """
     if held:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-# From so many columns on the differences are a column of the table.
+# From this many columns on the differences are a column of the table.
 WIDE = 130
 # Differences that are named of one run.
 NAMED = 6

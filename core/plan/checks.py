@@ -28,7 +28,7 @@ GB = 1e9
 TAPS = "taps, their and weights' gradients"
 SCORES = "scores of evaluation, logits of sampling"
 VALIDATION = "validation"
-# Sequences with weight in the micro-batch whose stages are judged, unless all are looked at.
+# Sequences with weight in the micro-batch whose stages are judged, unless all are examined.
 LOOKED_AT = 2
 # Bytes of an observation: a sketch in FP32, and its statistics.
 OBSERVATION_BYTES = 4 * K + 48
@@ -144,7 +144,7 @@ def reference_share(config: RunConfig) -> float:
 
 
 def rows_looked_at(config: RunConfig) -> int:
-    """Return how many sequences of a micro-batch hold the weight of the one that is looked at stage by stage."""
+    """Return how many sequences of a micro-batch hold the weight of the one that is examined stage by stage."""
     micro = config.train.micro_batch_size
     return micro if config.precision.couples_sequences else min(LOOKED_AT, micro)
 

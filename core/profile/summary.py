@@ -30,7 +30,7 @@ OUTSIDE = "outside operators"
 # Ranges that hold others: what is only in them is the rest.
 WHOLE = ("step", "micro-batch")
 REST = "the rest"
-# Gaps between kernels up to so many seconds.
+# Gaps between kernels up to this many seconds.
 SIZES = (1e-5, 1e-4, 1e-3)
 
 

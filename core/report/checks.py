@@ -30,7 +30,7 @@ AT_BOUND, PER_DECADE, BEYOND = 127, 42, 255
 
 @dataclass(frozen=True)
 class RowKey:
-    """A comparison: a tap of one stage in one phase and scope (`repeat` tells doubles of a check apart)."""
+    """A comparison: a tap of one stage in one phase and scope (`repeat` distinguishes doubles of a check)."""
 
     stage: str
     tap: str

@@ -208,7 +208,7 @@ class Checkpointer:
         started = time.perf_counter()
         try:
             path = self._run.commit_checkpoint(pending, spare, best)
-        except BaseException as error:  # told by the next call
+        except BaseException as error:  # reported by the next call
             self._failed = reason, error
             return
         taken = time.perf_counter() - started

@@ -438,7 +438,7 @@ class RunDir:
             here = self._place is not None and os.path.samestat(self._place, os.stat(self.path))
         except OSError:
             here = False
-        if not here:  # what lies there now, if anything, is somebody else's
+        if not here:  # what lies there now, if anything, is not this run's
             raise UserError(
                 f"{self.path} was moved or deleted while the run wrote it; what it wrote is where that went"
             )

@@ -1,4 +1,4 @@
-"""A run's history as run.json tells it: which settings are in force at which step, and which branch that is.
+"""A run's history in run.json: which settings are in force at which step, and which branch that is.
 
 A run is one line of steps. `resumes` lists where it was gone on from, in order of time; a resume from an earlier step
 ends what was done after it, and so does a roll-back. A change by a resume to the settings that bear on what a step

@@ -20,7 +20,7 @@ STEP = "step"
 class WandbSink:
     """A sink that logs to the W&B run whose id stands in run.json, so that a resumed run goes on in the same one.
 
-    warn: told once if logging fails; training goes on without it.
+    warn: called once if logging fails; training goes on without it.
     Raises UserError if wandb is not installed, or the run cannot be opened (no login, no network).
     """
 

@@ -102,7 +102,7 @@ def _open(path: Path) -> JournalStorage:
 
 
 def _mend(path: Path) -> None:
-    """Remove what a kill left: a lock that nobody holds, and the beginning of a line, which the next would spoil."""
+    """Remove what a kill left: a lock without a holder, and the beginning of a line, which the next would spoil."""
     for left in path.parent.glob(f"{path.name}.lock*"):
         left.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:

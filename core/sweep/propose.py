@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AUTO, GRID, SOBOL, RANDOM, TPE = "auto", "grid", "sobol", "random", "tpe"
 SAMPLERS = (AUTO, GRID, SOBOL, RANDOM, TPE)
-# TPE draws at random until so many trials have a value.
+# TPE draws at random until this many trials have a value.
 STARTUP = 6
 DEFAULT_TRIALS = 12
 # Trials of a sweep, of each width: each is a process, and its configuration is checked before the first begins.

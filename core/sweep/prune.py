@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 NONE, MEDIAN, HYPERBAND = "none", "median", "hyperband"
 PRUNERS = (NONE, MEDIAN, HYPERBAND)
-# The median needs so many finished trials, and leaves this share of the steps alone, beside the warm-up.
+# The median needs this many finished trials, and leaves this share of the steps alone, beside the warm-up.
 STARTUP, LEFT_ALONE = 4, 0.2
-# Hyperband lets one of so many go on from each rung.
+# Hyperband keeps one of this many from each rung.
 REDUCTION = 3
 
 

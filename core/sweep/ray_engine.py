@@ -38,7 +38,7 @@ class OnRay:
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Implement `Engine.run`. Raises UserError if Ray has no room for the trials."""
-        # Ray tells of its use, and changes folders, unless it is asked not to before it is loaded.
+        # Ray reports its use, and changes folders, unless it is asked not to before it is loaded.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
         os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")

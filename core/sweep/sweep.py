@@ -86,8 +86,8 @@ class Sweep:
     def run(self, engine: Engine, told: Callable[[Trial | None], None], retry: bool = False) -> None:
         """Make every trial that has not ended.
 
-        told: called with a trial that begins, goes on or has ended, and with None now and then meanwhile. retry: trials
-        that failed are made again.
+        told: a function called with a trial that begins, goes on or has ended, and with None now and then meanwhile.
+        retry: trials that failed are made again.
         """
         ends = self._read_ends()
         for begin, end in self.plan.rounds:

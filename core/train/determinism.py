@@ -21,7 +21,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.ranks import ONE, Ranks
 
-# A second compilation that would take longer than so many seconds is not made for the sake of a figure.
+# A second compilation that would take longer than this many seconds is not made for the sake of a figure.
 AFFORDABLE = 60.0
 # Where run.json keeps it, and what the line in the table is called.
 PROOF = "deterministic"

@@ -210,7 +210,7 @@ def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | 
 
 
 def memory(session: Session) -> dict[str, float]:
-    """Return bytes in use as the session tells them, else those of this process."""
+    """Return bytes in use as the session reports them, else those of this process."""
     try:
         found = ask(session, UsesMemory).memory()
     except NotSupported:

@@ -40,7 +40,7 @@ class TimeAccounting:
             self._open.pop()
 
     def split_step(self, told: Mapping[str, float], rest: str) -> None:
-        """Split what was charged to `compute` as the session tells of its step (`Timed`), and the rest of it to `rest`.
+        """Split what was charged to `compute` as the session reports its step (`Timed`), and the rest of it to `rest`.
 
         It gives away no more than it has, so that nothing is counted twice. If a session reports nothing, it keeps all.
         """

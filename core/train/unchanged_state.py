@@ -23,7 +23,7 @@ class StateChanged(UserError):
 class UnchangedState:
     """A detector of changes in a session's state since the last call. Every rank of the session calls it.
 
-    Raises NotSupported where the session tells no checksums.
+    Raises NotSupported where the session shows no checksums.
     """
 
     def __init__(self, session: Session) -> None:

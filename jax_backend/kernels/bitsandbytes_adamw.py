@@ -33,7 +33,7 @@ from lockstep.core.components.eight_bit_codes import quantisation_map
 from lockstep.core.components.optimizers import BLOCK
 from lockstep.core.config.schema import OptimConfig
 
-# How many equal parts of [−1, 1] the CPU's quantiser tells apart.
+# How many equal parts of [−1, 1] the CPU's quantiser distinguishes.
 PARTS = 65536
 
 

@@ -123,7 +123,7 @@ def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
 
 
 def _settings_of(checkpoint: Path) -> RunConfig:
-    """Read the settings that lie beside the tensors of a checkpoint, whose files are held to its manifest."""
+    """Read the settings that lie beside the tensors of a checkpoint, whose files are checked against its manifest."""
     import json
 
     from pydantic import ValidationError

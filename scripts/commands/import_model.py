@@ -42,7 +42,7 @@ class Import:
 
 
 def main(argv: list[str]) -> int:
-    """Read the folder, make the run beside its place, hold it to the folder bit by bit, and rename it."""
+    """Read the folder, make the run beside its place, compare it with the folder bit by bit, and rename it."""
     from lockstep.core.files.new_folder import new_folder
     from lockstep.core.files.paths import quoted
     from lockstep.core.hub.folder import HubFolder

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.data import RunData
     from lockstep.core.run.ranks import Ranks
 
-# A check whose passes took so many seconds prints so before it goes on to judge them.
+# A check whose passes took this many seconds prints so before it goes on to judge them.
 LONG = 30.0
 
 
@@ -128,7 +128,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
             print_lines(console, check_line(check), style)
     except UserError as error:
         stopped = error
-    except (Exception, SystemExit) as error:  # a candidate is somebody else's code
+    except (Exception, SystemExit) as error:  # a candidate is foreign code
         stopped = UserError(f"the check could not run: {in_one_line(error)}")
     if stopped and not any(check.verdict == "disagreed" for check in checks):
         raise stopped
@@ -181,7 +181,7 @@ def _alarm(
                 versions={**description(candidate, config).get("versions", {}), **versions()},
                 find_cause=cause_of,
             )
-        except (Exception, SystemExit) as error:  # a candidate is somebody else's code; the verdict stands
+        except (Exception, SystemExit) as error:  # a candidate is foreign code; the verdict stands
             say(f"the step could not be run again: {in_one_line(error)}")
             return check
         say(found.summary)

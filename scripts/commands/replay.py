@@ -198,7 +198,7 @@ def _judge_run(
     found: list[Replayed] = []
 
     def candidate() -> Backend:
-        # Opened where a step is run again: what is judged from sketches takes nobody's code.
+        # Opened where a step is run again: what is judged from sketches needs no foreign code.
         return maker.open("--candidate", options.candidate, words)
 
     def judge_all() -> None:
@@ -328,7 +328,7 @@ def batches_of(run: RunDir, data: RunData) -> Callable[[int], Batch]:
 
 
 def attempt(work: Any) -> Any:
-    """Call `work`; what somebody else's code raises becomes one line."""
+    """Call `work`; what foreign code raises becomes one line."""
     try:
         return work()
     except UserError:

@@ -156,7 +156,7 @@ def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
 
 
 def _check_backend(name: str) -> None:
-    """Raise UserError if somebody's own backend cannot be opened here: each trial would fail of it."""
+    """Raise UserError if a user's backend cannot be opened here: each trial would fail of it."""
     if name and not is_built_in(name):
         open_candidate(name)
 

@@ -282,7 +282,7 @@ def _alarm(
             nonlocal lost
             try:
                 return shadow.evidence_of(check.step) if shadow else None
-            except UserError as error:  # told in the alarm: training goes on
+            except UserError as error:  # reported in the alarm: training goes on
                 lost = f"step {check.step}: no capsule: {error}"
                 return None
 

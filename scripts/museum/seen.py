@@ -14,7 +14,7 @@ class Seen:
 
     found: a watcher; a report of `assert_honest`, or its NotHonest.
     losses: as the loop's own log shows them, a number a step. held_out: the loss over text that was not trained on.
-    shown: other numbers that tell the bug, by name.
+    shown: other numbers that show the bug, by name.
     """
 
     found: Any

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.parity.evidence.capsule import Capsule
     from lockstep.core.run.directory import RunDir
 
-# By name, as a backend of somebody's own is: only the chosen one is loaded.
+# By name, as a user's backend is: only the chosen one is loaded.
 TRAINER = "lockstep.torch_backend.backend:TorchBackend"
 REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 
@@ -148,7 +148,7 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def description(backend: Backend, config: RunConfig) -> Mapping[str, Any]:
-    """Return what a backend tells of itself (`Backend.describe`); nothing if it does not."""
+    """Return a backend's description (`Backend.describe`); nothing if it does not."""
     try:
         return ask(backend, Describes).describe(config)
     except NotSupported:

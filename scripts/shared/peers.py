@@ -1,4 +1,4 @@
-"""A command on several ranks: it starts them as torchrun does, every rank runs it, and rank 0 tells."""
+"""A command on several ranks: it starts them as torchrun does, every rank runs it, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
     import lockstep
 
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # rank 0 tells in one line what these would in many
+        if name.startswith("torch.distributed.elastic"):  # rank 0 prints in one line what these would in many
             logging.getLogger(name).setLevel(logging.CRITICAL)
     here = str(Path(lockstep.__file__).parents[1])
     changed = {
@@ -78,7 +78,7 @@ def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
         code = error.failures[0].exitcode if 0 in error.failures else 2
         if code in (1, 2, 130):
             return code
-        if abs(code) in (signal.SIGTERM, 128 + signal.SIGTERM):  # ended because of another, of which it has told
+        if abs(code) in (signal.SIGTERM, 128 + signal.SIGTERM):  # ended because of another rank, which it has reported
             return 2
         raise UserError(f"rank 0: its process has died (exit code {code})") from error
     except (SignalException, KeyboardInterrupt):

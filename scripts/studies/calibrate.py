@@ -8,7 +8,7 @@
 
 Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
 truth, at initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never
-looked at when bounds were set, and say how often a clean run would have been accused.
+examined when bounds were set, and say how often a clean run would have been accused.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from lockstep.scripts.studies.clean_runs import Optimizer, clean_evidence, draw_
 RESULTS, PAGE = ROOT / "docs/results/false_alarms.jsonl", ROOT / "docs/results/false_alarms.md"
 
 
-# Draws 2000 to 2005 and 3000 to 3010 were looked at while bounds were still being set; 4000 to 4029 under those before
+# Draws 2000 to 2005 and 3000 to 3010 were examined while bounds were still being set; 4000 to 4029 under those before
 # the levers came.
 FIRST_DRAW = 5000
 
@@ -58,7 +58,7 @@ class Kind:
     """A kind of clean run. accumulate: whether the batch has several micro-batches; None: as drawn.
 
     family: of models, with what the draw chooses for it. head: of a library, or Lockstep's own. casts: under a random
-    plan of casts. first_draw: those before were looked at while its bounds were set. Chunks of the head, recomputation
+    plan of casts. first_draw: those before were examined while its bounds were set. Chunks of the head, recomputation
     and programs of blocks are drawn at random under every kind.
     """
 

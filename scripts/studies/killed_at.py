@@ -1,8 +1,8 @@
-"""`lockstep`, which tells when a certain file operation is due, so that scripts/studies/chaos.py can kill it there.
+"""`lockstep`, which reports when a certain file operation is due, so that scripts/studies/chaos.py can kill it there.
 
     LOCKSTEP_MOMENT='{…}' python -m lockstep.scripts.studies.killed_at train …
 
-Python tells of every file operation before it is made (audit events, PEP 578); nothing of Lockstep is replaced.
+Python reports every file operation before it is made (audit events, PEP 578); nothing of Lockstep is replaced.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from lockstep.torch_backend.precision import POLICIES, head
 
 PAGE = ROOT / "docs/results/library_heads.md"
 TOKENS, VOCABULARY, WIDTH = 2048, 4096, 128
-# Head, chunk, policy. Triton's interpreter cuts bf16 off where a GPU rounds: Liger's head is looked at in FP16.
+# Head, chunk, policy. Triton's interpreter cuts bf16 off where a GPU rounds: Liger's head is examined in FP16.
 HEADS = (
     ("full", TOKENS, "bf16"),
     ("chunked", 256, "bf16"),

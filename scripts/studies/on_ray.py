@@ -35,7 +35,7 @@ def kill_one(root: int, number: int) -> int:
         at_work = workers_at_work(root)
         if at_work:
             process = at_work[number % len(at_work)]
-            # A stopped process does not end its part between the look at it and its death.
+            # A stopped process does not end its part between its last test and its death.
             os.kill(process, signal.SIGSTOP)
             if _title(process).startswith("ray::_compute"):
                 os.kill(process, signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE_SECONDS = 0.5
-# Between samples pass at least so many times the seconds that one takes: one of 20 GB takes 0.2 s.
+# Between samples pass at least this many times the seconds that one takes: one of 20 GB takes 0.2 s.
 APART = 9
 
 

@@ -40,7 +40,7 @@ TURNS = {10: 3, 100: 2}
 KINDS = ("jsonl", "jsonl.gz", "parquet", "txt")
 MB = 10**6
 KILLS = 30
-# How often the memory of a tree of processes is looked at, in seconds.
+# How often the memory of a tree of processes is measured, in seconds.
 EVERY = 0.5
 VOCABULARY = 4096
 

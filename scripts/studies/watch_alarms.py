@@ -44,7 +44,7 @@ PAGES = {"cpu": ROOT / "docs/results/watch_alarms.md", "cuda": ROOT / "docs/resu
 STEPS, VOCABULARY = 4, 257
 # Tokens of the shortest row.
 LEAST = 3
-# One gradient is so much too long in the runs with a planted fault.
+# One gradient is too long by this share in the runs with a planted fault.
 TOO_LONG = 1.05
 # Links without which a check shows too little to be counted.
 JUDGED = {"loss", "gradients", "update"}

@@ -30,7 +30,7 @@ class Numerics:
     (`"positions": "position.weight"`). taps: canonical tap → `path`, `path:input` or `path:output`, alone or with a
     function that makes ours of theirs; those follow from `modules` that are the output of a module, or what one reads.
     calls: a function → the taps that its results are, call after call, as RoPE's. taps_keep_bits: whether hooks leave
-    the bits of gradients alone; a session is then held to it.
+    the bits of gradients alone; a session is then checked for it.
     """
 
     modules: Mapping[str, str | Sequence[str] | Fused] = {}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ATen has another kernel on CUDA for so many tokens or fewer, and there is a race in it (pytorch#187687, #199569).
+# ATen has another kernel on CUDA for this many tokens or fewer, and there is a race in it (pytorch#187687, #199569).
 RACE = 3072
 
 

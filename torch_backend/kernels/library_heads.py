@@ -82,7 +82,7 @@ def _not_installed(head: str, device: torch.device, interpreted: bool = False) -
 
 
 def _liger_missing(device: torch.device) -> str | None:
-    # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to look at roundings
+    # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to examine roundings
     # (scripts/studies/library_heads.py).
     return _not_installed("liger", device, bool(os.environ.get("TRITON_INTERPRET")))
 

@@ -28,7 +28,7 @@ def missing(device: torch.device) -> str | None:
     """Return why the kernels cannot run on a device, in words after the head's name; None if they can."""
     if find_spec("triton") is None:
         return "needs Triton; take 'chunked'"
-    # Triton's interpreter runs them on the CPU, slowly: enough to look at every number.
+    # Triton's interpreter runs them on the CPU, slowly: enough to examine every number.
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return "is made of Triton kernels and needs CUDA; take 'chunked'"
     return None

@@ -165,7 +165,7 @@ class Peers(RankProgress):
         return self._left_out_by_all(mine, [words for _, words in outcomes]) if step else mine  # type: ignore[return-value]
 
     def failed(self, error: BaseException) -> None:
-        """Leave last words of what ends this rank, unless it is known; then stay until rank 0 has told.
+        """Leave last words of what ends this rank, unless it is known; then stay until rank 0 has reported.
 
         A rank whose own trouble it is goes at once: the others wait for it.
         """
@@ -247,7 +247,7 @@ class Peers(RankProgress):
             if isinstance(error, RuntimeError):
                 said = self._found(error, linked, call, asked)
         except RuntimeError:
-            # The store is rank 0's. It has told what has ended it, or torchrun does.
+            # The store is rank 0's. It has reported what has ended it, or torchrun does.
             said = {(0,): GONE} if self.rank else {}
         told = [f"{_named(ranks)}{text}" for ranks, text in said.items()]
         self.lost = "; ".join(told) or f"rank {self.rank} failed in the midst of a step: {in_words(error)}"

@@ -1,9 +1,9 @@
 """Connect the ranks of a run: their process groups, and a store for progress and last messages.
 
-The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it what ranks tell each
-other (torch_backend/ranks/peers.py). A rank that fails writes the reason into the store and ends: sockets close, and
-any rank that waits for it gets an error at once. One that hangs writes nothing: every rank reports its progress to the
-store, and when the wait is over the one farthest behind is named.
+The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it messages of ranks to
+each other (torch_backend/ranks/peers.py). A rank that fails writes the reason into the store and ends: sockets close,
+and any rank that waits for it gets an error at once. One that hangs writes nothing: every rank reports its progress to
+the store, and when the wait is over the one farthest behind is named.
 """
 
 from __future__ import annotations

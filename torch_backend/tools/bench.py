@@ -49,7 +49,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def instructions() -> list[str]:
-    """List what decides how fast this CPU multiplies, most of all in bf16; empty where torch does not tell."""
+    """List what decides how fast this CPU multiplies, most of all in bf16; empty where torch does not report it."""
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if found.get(name)]
 

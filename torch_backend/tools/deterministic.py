@@ -95,7 +95,7 @@ def _turn(on: bool) -> None:
     torch.use_deterministic_algorithms(on, warn_only=False)
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
-    # Also said by the call above, in those versions that were looked at.
+    # Also said by the call above, in those versions that were examined.
     inductor.deterministic = on
 
 
@@ -118,7 +118,7 @@ NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 def guarded(session: Programs, micro: Batch) -> Iterator[None]:
     """Turn torch's refusal of an operation into a UserError with its name, while a micro-batch is computed.
 
-    Raises UserError as well if the mode of a deterministic run was switched off by somebody else.
+    Raises UserError as well if the mode of a deterministic run was switched off elsewhere.
     """
     if not session.config.deterministic or _suspended:
         yield

@@ -1,4 +1,4 @@
-"""Hugging Face's own model of a run's family as a reference: a third opinion, whose mathematics nobody here wrote.
+"""Hugging Face's own model of a run's family as a reference: a third opinion, with mathematics written elsewhere.
 
 Torch and JAX read the same description of a model, and one misreading written twice agrees with itself. This session
 shows the whole model alone, NLL, logits and every parameter's gradient, in FP32 and in FP64, on the CPU.

@@ -1,6 +1,6 @@
 """Measure a step's memory: saved tensors counted under fake tensors, and the allocator's own account of a step.
 
-The formulas of core/plan are held to both (parity_tests/plan, docs/guide/plan.md).
+The formulas of core/plan are compared with both (parity_tests/plan, docs/guide/plan.md).
 """
 
 from __future__ import annotations

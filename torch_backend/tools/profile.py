@@ -17,7 +17,7 @@ from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools import nvtx
 from lockstep.torch_backend.tools.bench import memory
 
-# Steps that are not looked at (programs are compiled in the first), those that the profiler sees and forgets, those
+# Steps that are not measured (programs are compiled in the first), those that the profiler sees and forgets, those
 # that it keeps, and those that are timed after it, without it.
 SKIPPED, WARM, KEPT, TIMED = 2, 3, 3, 3
 STEPS = SKIPPED + WARM + KEPT + TIMED

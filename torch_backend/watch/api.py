@@ -1,4 +1,4 @@
-"""`watch`: somebody's own training loop against a copy of their own module, or against a function of theirs.
+"""`watch`: a user's training loop against a copy of their own module, or against a function of theirs.
 
     watcher = watch(model, optimizer, loss=fn)
     for batch in data:

@@ -1,4 +1,4 @@
-"""A batch of somebody's own on the CPU, with its types, and with its floating tensors in another dtype."""
+"""A user's batch on the CPU, with its types, and with its floating tensors in another dtype."""
 
 from __future__ import annotations
 

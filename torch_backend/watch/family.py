@@ -1,7 +1,8 @@
 """A known family of transformers under `watch`: an independent model is the truth, hooks on the live module are taps.
 
-Loss and gradients of a step are held to the reference's end to end. The forward pass of a step's first micro-batch is
-recorded as it runs, its gradients as they come, and each stage is judged by itself, from the module's own inputs to it.
+Loss and gradients of a step are compared with the reference's end to end. The forward pass of a step's first
+micro-batch is recorded as it runs, its gradients as they come, and each stage is judged by itself, from the module's
+own inputs to it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Recorded:
         self.seen[name] = array_of(x)
 
     def fail(self, error: Exception) -> None:
-        """Keep the reason why the pass cannot be judged: nothing is raised inside somebody's own program."""
+        """Keep the reason why the pass cannot be judged: nothing is raised inside a user's program."""
         self.failed = self.failed or reason(error)
 
 

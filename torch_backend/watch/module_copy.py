@@ -1,4 +1,4 @@
-"""A copy of somebody's own module on the CPU, in FP64 or in its own dtypes, at given weights.
+"""A copy of a user's module on the CPU, in FP64 or in its own dtypes, at given weights.
 
 `copy.deepcopy` makes it. Parameters, buffers and tensors that are attributes are put into its memo first, each already
 on the CPU and in the dtype that is meant: an accelerator's memory is not touched, and tied weights stay tied.

@@ -40,9 +40,9 @@ log = logging.getLogger("lockstep.watch")
 Loss = Callable[[Any, Any], Any]
 
 OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
-# Activations may take all memory but so much of it.
+# Activations may take all memory except this share.
 LEAST_FREE = 2**30
-# Memory is asked for after every so many bytes that autograd keeps.
+# Memory is asked for after every this many bytes that autograd keeps.
 LOOK_EVERY = 2**26
 # A truth whose own rounding is this much finer than the candidate's is as good as exact: its part of a ratio is 1 %.
 FINER = 100.0

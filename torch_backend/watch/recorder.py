@@ -56,7 +56,7 @@ class Casts:
     """A detector of operations that read a narrowed copy, against the declared precision.
 
     fp32: nothing is computed from a narrower copy. Autocast: nothing of what it keeps in FP32. The backward pass
-    mirrors the forward's casts, and is not looked at.
+    mirrors the forward's casts, and is not examined.
     """
 
     every: bool

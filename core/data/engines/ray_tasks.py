@@ -149,7 +149,7 @@ class RayTasks:
         return self._workers or max(1, 2 * int(self._ray.cluster_resources().get("CPU", 0)))
 
     def _cancel(self, refs: list[Any]) -> None:
-        """End what is at work, so that nobody writes to the folder after its lock is released."""
+        """End what is at work, so that nothing writes to the folder after its lock is released."""
         if not refs:
             return
         for force in (False, True):

@@ -3,7 +3,7 @@
 The origin stage of a check is turned into tensors (`stage.npz`: its inputs, its weights, what the candidate made of
 them) and a script put together from `repro_templates/`. The script runs the framework's call as the trainer makes it,
 and the formula written out, in FP64 and at the declared precision; the latter's error is the scale of honest rounding.
-The stored output is held to the bounds of the check that raised the alarm.
+The stored output is checked against the bounds of the check that raised the alarm.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from lockstep.core.train.fp8_amax import layers
 
 
 def amaxes_of_pass(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
-    """Return what the pass before saw under FP8's delayed scaling; nothing where the session does not tell."""
+    """Return what the pass before saw under FP8's delayed scaling; nothing where the session does not report it."""
     if not layers(config):
         return {}
     try:
@@ -20,7 +20,7 @@ def amaxes_of_pass(session: Session, config: RunConfig, missing: list[str]) -> A
 
 
 def amaxes_of_taps(session: Session, config: RunConfig) -> Arrays:
-    """Return what the program that showed taps saw; nothing where the session does not tell."""
+    """Return what the program that showed taps saw; nothing where the session does not report it."""
     if not layers(config):
         return {}
     try:
@@ -30,7 +30,7 @@ def amaxes_of_taps(session: Session, config: RunConfig) -> Arrays:
 
 
 def amaxes_of_parts(session: Session, config: RunConfig) -> tuple[Arrays, ...]:
-    """Return what each micro-batch of the step before saw in it; nothing where the session does not tell."""
+    """Return what each micro-batch of the step before saw in it; nothing where the session does not report it."""
     if not layers(config):
         return ()
     try:

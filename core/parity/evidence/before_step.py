@@ -60,7 +60,7 @@ def _observe_reweighted(found: Gathering) -> None:
 
 
 def _probe(found: Gathering) -> None:
-    """Compute the gradients of the micro-batch that is looked at."""
+    """Compute the gradients of the micro-batch that is examined."""
     try:
         found.probed = gradients_into(found.store, "probed", found.session, found.tapped)
     except NotSupported as reason:
@@ -80,7 +80,7 @@ def _have_step_show_gradients(found: Gathering) -> None:
 
 
 def _show_taps(found: Gathering) -> Likeliest:
-    """Show the taps of the micro-batch that is looked at; return what evaluation takes from its logits."""
+    """Show the taps of the micro-batch that is examined; return what evaluation takes from its logits."""
     likeliest = Likeliest()
     found.taps = look(found.session, found.config, found.tapped, found.missing, found.store, likeliest.note)
     found.tapped_amaxes = amaxes_of_taps(found.session, found.config)
@@ -88,7 +88,7 @@ def _show_taps(found: Gathering) -> Likeliest:
 
 
 def _evaluate(found: Gathering, likeliest: Likeliest) -> None:
-    """Score the sequences that are looked at; for a thorough check, as sampling does too."""
+    """Score the sequences that are examined; for a thorough check, as sampling does too."""
     session, config, tapped, missing = found.session, found.config, found.tapped, found.missing
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, found.thorough), missing))
     if found.thorough:

@@ -29,7 +29,7 @@ def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arr
     The sequence is the first one of `tapped` that has weight, or its first document, where attention uses them. A
     cache may be wrong behind a short prompt alone, after some tokens, at the first place of a page, or where another
     prompt was before: so it begins in several places, one of them drawn by the micro-batch, and serves a second prompt.
-    `missing` gets what is not made. taps: the candidate's: without logits there is nothing to hold these to.
+    `missing` gets what is not made. taps: the candidate's: without logits there is nothing to compare these with.
     """
     # All ranks compute with sharded weights; only rank 0 has taps.
     if not ranks_of(session).of_first(lambda: LOGITS in taps, "`sample`"):

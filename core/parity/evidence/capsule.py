@@ -7,7 +7,7 @@
       record.json    what the step said of itself
       verdict.json   `Check.to_json()`
       batch.npz      `batch.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
-                     `….documents` int32 (B, S) where attention uses them; `probe.…` in capsules of before
+                     `….documents` int32 (B, S) where attention uses them; `probe.…` in capsules of an earlier Lockstep
       state/         weights and moments before the step, as a checkpoint
       evidence/      the evidence that was judged: `evidence.json`, and tensors of each segment of the model with their
                      index (core/parity/evidence/store.py); capsules had none at first

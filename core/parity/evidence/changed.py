@@ -24,7 +24,7 @@ class Changed:
 
     @property
     def sums(self) -> Mapping[str, float]:
-        """Checksums of the state when it was last looked at; empty where the session tells none."""
+        """Checksums of the state when it was last examined; empty where the session shows none."""
         return {} if self._state is None else self._state.sums
 
     def note(self, what: str) -> None:

@@ -59,7 +59,7 @@ class Evidence:
     one; moved: what these did to weights and moments (core/parity/evidence/later_steps.py). around_load: under FP8's
     delayed scaling, of a thorough check, the observations of the gradients of the step's first micro-batch after the
     step, and when that state has been loaded.
-    changed: what passes that only look at the state changed in it, by what they did; empty where that is not told.
+    changed: what passes that only read the state changed in it, by what they did; empty where that is not reported.
     in_a_row: what differs in two steps that are made with nothing between them (core/parity/evidence/in_a_row.py).
     hidden_taps: forward taps that the session cannot show, as it reports.
     miscounted: parameters of which the optimizer counts another number of updates after the step, in words.

@@ -123,7 +123,7 @@ def begin(
     store: Store,
     ahead: bool,
 ) -> Gathering:
-    """Take the state before the step, and choose the micro-batch that is looked at; arguments as `gather` has them."""
+    """Take the state before the step, and choose the micro-batch that is examined; arguments as `gather` has them."""
     missing: list[str] = []
     before = state_into(store, "before", session)
     changed = Changed(session, missing)

@@ -172,7 +172,7 @@ def looked(session: Session, config: RunConfig, batch: Batch) -> Arrays:
 
 
 def _sums(session: Session, started: Sums) -> Sums:
-    """Return checksums of the session's state, where it told some before."""
+    """Return checksums of the session's state, if it showed some before."""
     return ask(session, ShowsChecksums).state_checksums() if started else {}
 
 
@@ -190,7 +190,7 @@ def in_a_row(
     """Make the step and the next two, of other batches, at once; and again with what a check does between them.
 
     shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
-    Checksums are empty where the session tells none; records are compared then. follows: what the session made of the
+    Checksums are empty where the session shows none; records are compared then. follows: what the session made of the
     state after the step before it was loaded. The session has `after` again at the end.
 
     Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
@@ -349,7 +349,7 @@ def _is_a_pattern(lengths: Callable[[], tuple[float, ...]], ranks: Ranks) -> boo
     """Return whether the same steps, made several times, go farther at some calls than at others.
 
     lengths: makes them, and returns how far each moved the weights. Roundings that fall otherwise turn a step; they do
-    not make it longer. A state that is cut over ranks is not looked at.
+    not make it longer. A state that is cut over ranks is not examined.
     """
     if ranks.count > 1:
         return False

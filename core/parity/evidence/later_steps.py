@@ -160,7 +160,7 @@ def later_steps(
 
 
 def _unlike(session: Session) -> tuple[str, ...] | None:
-    """Name what other ranks do not have as rank 0 has it after a step; None where they do not tell."""
+    """Name what other ranks do not have as rank 0 has it after a step; None where they do not report."""
     try:
         first, *others = ask(session, ReportsRanks).rank_reports()
     except NotSupported:  # the step's own check lacks the reports too, and lists that

@@ -1,8 +1,8 @@
 """Observe the gradients of a step's micro-batches: what each adds to the step, or each computed apart from it.
 
 Sketches are linear: those of the parts add up to the sketch of what the step accumulated; those of micro-batches that
-were computed apart, each by its share of the loss weight. So a step is held to its micro-batches from some kilobytes a
-tensor, and no gradient leaves the device.
+were computed apart, each by its share of the loss weight. So a step is compared with its micro-batches by some
+kilobytes a tensor, and no gradient leaves the device.
 """
 
 from __future__ import annotations

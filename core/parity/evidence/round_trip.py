@@ -62,7 +62,7 @@ def differs_once_read(session: Session, step: int, other: State) -> tuple[str, .
     """Write the session's state and load what was written; name what this rank then has otherwise, by checksums.
 
     step: of that state. other: one that the session takes over while its checkpoint is being written. Raises
-    NotSupported if the session tells no checksums.
+    NotSupported if the session shows no checksums.
     """
     load, checksums = ask(session, Loads).load, ask(session, ShowsChecksums).state_checksums
     sums = checksums()

@@ -30,7 +30,7 @@ and so FlashAttention's own tests allow twice the plain error. For `largest`, ch
 stands above the middle one, for where few elements carry the error, another kernel's may stand as far above it. The
 largest of n single roundings is half an ulp; that of sums of several is nearer to what n normal numbers reach,
 √(2·ln(n/RARE)), so its bound is at least ROOM times that. There is no lower bound: a kernel that is better passes.
-Errors beside t, and not beside w, are held to bounds: end to end, a kernel and its twin round independently, and each
+Errors beside t, and not beside w, are bounded: end to end, a kernel and its twin round independently, and each
 is only as near to the truth as its roundings let it be.
 """
 

@@ -8,8 +8,8 @@ Clean runs (`python -m lockstep.scripts.studies.clean_logits`): in 144 checks of
 error of a session's logits was FURTHEST times the twin's at most; in 48 checks of 16 other shapes, 1.15 under bf16,
 1.25 under fp16 and 2.28 under fp32.
 
-Sequences whose logits the reference does not show are held to the step's NLL of them, which is judged with the step:
-two honest results are apart by about the twin's error.
+Sequences whose logits the reference does not show are compared with the step's NLL of them, which is judged with the
+step: two honest results are apart by about the twin's error.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The micro-batch whose stages are shown has uneven weights on a few sequences. A program may have a branch for weights
 that are all 1, or be wrong in rows, or in a fourth micro-batch, that are not among those. So the step's own NLL and
-gradients are held to the reference end to end, and what it accumulated to the sum of its micro-batches.
+gradients are compared with the reference end to end, and what it accumulated with the sum of its micro-batches.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
 
     The NLL of a token does not depend on weights: it has the bits of the same token in `tapped`. The gradients of
     `reweighted_batches` are those of the own weights, but for some roundings. Without a reference between them, both
-    are held to far less than the rounding error. The nearest of them counts: in one, a single rounding that falls
+    may differ by far less than the rounding error. The nearest of them counts: in one, a single rounding that falls
     otherwise in a token that outweighs the others can be followed by all of that token's (a clean run reached four
     times the bound); a fault is in all of them.
     """

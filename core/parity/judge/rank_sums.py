@@ -17,7 +17,7 @@ from lockstep.core.run.ranks import is_sharded
 
 
 def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Compare each gradient on every rank with rank 0's, bit for bit; nothing where ranks tell none."""
+    """Compare each gradient on every rank with rank 0's, bit for bit; nothing where ranks report none."""
     if len(ranks) < 2 or not ranks[0].gradients:
         return
     first, *others = ranks

@@ -80,8 +80,8 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     """Compare names and shapes of weights and moments always; at step 0, the weights' bits with core/model/init.py.
 
-    Imported weights follow from no seed: a session is held to the stored ones where it takes them over
-    (core/checkpoint/taken_over.py). And what passes changed that only look at the state.
+    Imported weights follow from no seed: a session is compared with the stored ones where it takes them over
+    (core/checkpoint/taken_over.py). And changes of the state by passes that only read it.
     """
     shapes = parameter_shapes(reference.config.model)
     wrong: dict[str, None] = {}

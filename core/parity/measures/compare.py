@@ -41,7 +41,7 @@ class Reference:
     bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
     open_plain: opens the reference in the stream dtype throughout, nothing rounded to a narrower one; the twin serves
     where there is no such difference.
-    over_steps: sums of local comparisons over the checks of a run, or None where there are no bounds to hold them to.
+    over_steps: sums of local comparisons over the checks of a run, or None where they have no bounds.
     known: numbers that the judged step knows, for the decoder (core/parity/measures/decode.py).
     not_asked: what could not be asked of the reference itself (core/parity/reference/self_check.py).
     ranks: who hears its verdicts. Rank 0 has the sessions; on the others twin and truth are `NoSession`.

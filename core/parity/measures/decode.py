@@ -115,7 +115,7 @@ def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[s
     first; each is tried as factor and as divisor, and so are powers of two and a flipped sign.
     tolerance: relative error of `ratio`.
 
-    Numbers of one value are named together: nothing tells them apart. Among those that fit, order is by
+    Numbers of one value are named together: nothing distinguishes them. Among those that fit, order is by
     ½·(3·deviation/tolerance)², the tolerance taken for three standard deviations, plus the place among `known`, from 0
     to 1: what fits about equally well is ordered by simplicity.
     """

@@ -108,7 +108,7 @@ class Sums:
     def distances(self, stream: type[np.floating], noise: Norms = NO_NOISE) -> Distances:
         """Compute the measures. `stream` is the dtype whose ulp sets the floor.
 
-        noise: norms below which errors are not told apart, where they are known to be above the floor.
+        noise: norms below which errors are not distinguished, where they are known to be above the floor.
         A value that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
         """
         if not self.size:

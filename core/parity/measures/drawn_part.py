@@ -19,7 +19,7 @@ FEW = 1 << 14
 def parts_of_all(config: RunConfig, step: int) -> Mapping[str, tuple[slice, Shape]]:
     """Return a few elements of all parameters, as `drawn_part` draws them, by name.
 
-    Matrices that move as a whole (Muon's) are looked at whole, so of those the smallest alone is.
+    Matrices that move as a whole (Muon's) are examined whole, so of those the smallest alone is.
     """
     shapes, rules = parameter_shapes(config.model), update_rules(config)
     whole = [name for name in shapes if rules[name].together is None]
@@ -29,11 +29,11 @@ def parts_of_all(config: RunConfig, step: int) -> Mapping[str, tuple[slice, Shap
 
 
 def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tuple[slice, Shape]:
-    """Return the elements of a parameter that are looked at after `step` steps, row-major, and their shape.
+    """Return the elements of a parameter that are examined after `step` steps, row-major, and their shape.
 
     asked: so many elements, filled up to whole rows and to whole blocks of 8-bit codes; or "all". Which rows is drawn
     by the run's seed and the step: whichever checks a run comes to make, no row is left out for good. A parameter that
-    moves as a whole (Muon's matrices), or is no larger, is looked at whole.
+    moves as a whole (Muon's matrices), or is no larger, is examined whole.
     """
     shape, together = parameter_shapes(config.model)[name], update_rules(config)[name].together
     size = math.prod(shape)

@@ -132,8 +132,8 @@ class PeakSums:
     def peaks(self, floor: float, tiny: float, noise: Norms) -> Peaks:
         """Compute the measures.
 
-        floor: relative to the truth, below which errors are not told apart; tiny: the same for a truth of zero. noise:
-        norms of an error that counts as none.
+        floor: relative to the truth, below which errors are not distinguished; tiny: the same for a truth of zero.
+        noise: norms of an error that counts as none.
         """
         known = (
             (self._largest, noise.largest),

@@ -1,7 +1,7 @@
 """Scalars of a step, recomputed in FP64 from the candidate's own arrays and bounded in ulp.
 
-A ratio of errors shows nothing about a scalar (honest ones reach 400), so each is held to what its own arithmetic can
-do: is the loss exactly the mean that it claims to be, the norm the norm of these gradients, the coefficient the one
+A ratio of errors shows nothing about a scalar (honest ones reach 400), so each is compared with what its own arithmetic
+can do: is the loss exactly the mean that it claims to be, the norm the norm of these gradients, the coefficient the one
 that follows from that norm?
 """
 

@@ -194,7 +194,7 @@ class _Search:
                 return
 
     def _examined(self, line: dict[str, Any]) -> bool:
-        """Return whether a recorded check looked at the link that is broken now."""
+        """Return whether a recorded check examined the link that is broken now."""
         origin = self.checks[self.bad].origin if self.bad is not None else None
         return origin is not None and any(
             (found.get("stage"), found.get("phase"), found.get("layer"), found.get("scope"))

@@ -76,7 +76,7 @@ class Rerun:
 
     differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
     steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
-    unseen: why the candidate could not be held to a state that it took over, in words.
+    unseen: why the candidate could not be compared with a state that it took over, in words.
     """
 
     def __init__(

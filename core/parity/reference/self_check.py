@@ -1,6 +1,6 @@
 """Check the reference before it judges a candidate: a wrong one accuses honest trainers and passes faulty ones.
 
-It opens a small model of the run's own kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is held to
+It opens a small model of the run's own kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is checked by
 
 * closed forms of every stage and of an AdamW step, in FP64 (core/parity/reference/closed_forms.py);
 * its own differences: what each stage's backward sends back, against (f(x + h·v) − f(x − h·v)) / 2h;

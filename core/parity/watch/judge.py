@@ -40,7 +40,7 @@ class Step:
     """The tensors and settings read of one step, by the model's names.
 
     params, grads: before clipping. before, after: around each optimizer's own step. fired: how often each stepped.
-    loss: None if nobody gave one. frozen: parameters without requires_grad. dtypes: of parameters. rules, kinds: the
+    loss: None if none was given. frozen: parameters without requires_grad. dtypes: of parameters. rules, kinds: the
     rule and the name of the class of each optimizer.
     """
 
@@ -132,8 +132,8 @@ class Judge:
         had the twin's bits as well, up to what rounds away, and a gradient that differs does so by itself.
 
         Its kernel may round elsewhere than the twin's (on a GPU, bf16 gradients of a table are summed in FP32; torch's
-        on the CPU, where the twin runs, sum them in bf16). So its error is held to the twin's in size and along the
-        truth. Two errors of such sizes may point anywhere: they are at most the sum of both apart.
+        on the CPU, where the twin runs, sum them in bf16). So its error is compared with the twin's in size and along
+        the truth. Two errors of such sizes may point anywhere: they are at most the sum of both apart.
         """
         equal = [n for n in w if n in step.grads and np.array_equal(step.grads[n], w[n])]
         first = list(w)[:2]
@@ -543,7 +543,7 @@ def _list(what: str, names: Sequence[str]) -> str:
 
 
 def check_declared(declared: Any, optimizers: Sequence[Any]) -> None:
-    """Raise UserError for a declared hyperparameter that no optimizer has, as far as a mapping tells."""
+    """Raise UserError for a declared hyperparameter that no optimizer has, as far as a mapping shows."""
     known = {key for optimizer in optimizers for group in optimizer.param_groups for key in group}
     if isinstance(declared, Mapping) and (unknown := sorted(set(declared) - known)):
         raise UserError(f"declared= names {unknown[0]!r}, which is no hyperparameter of the optimizer")

@@ -21,7 +21,7 @@ SLOP = 4 * 2.0**-24
 def coefficients(before: Arrays, after: Arrays, dtypes: Mapping[str, str]) -> tuple[float, float] | None:
     """Return the interval of coefficients c for which every gradient of bf16 or FP16 is `before`·c, rounded once.
 
-    None if there is no such coefficient, or nothing tells of it. Numbers that became subnormal are left out.
+    None if there is no such coefficient, or no number shows it. Numbers that became subnormal are left out.
     """
     low, high = 0.0, np.inf
     for name, array in before.items():

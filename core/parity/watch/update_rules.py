@@ -82,7 +82,7 @@ OF_SUMS = "sums"
 class Updated:
     """A parameter of float64 numbers after the step, and its optimizer state by kind.
 
-    kinds: kind of moment, or `update` → the calibrated bounds it is held to, where that is not AdamW's.
+    kinds: kind of moment, or `update` → the calibrated bounds, where that is not AdamW's.
     """
 
     param: np.ndarray

@@ -30,7 +30,7 @@ class NanoGPT:
         self._path, self._sequences, self._length = folder / RAW_NAME, sequences, length
 
     def take(self, batches: int) -> None:
-        """Make so many batches."""
+        """Make this many batches."""
         for _ in range(batches):
             self._get_batch()
 
@@ -51,7 +51,7 @@ class Slices:
         self._draw = np.random.default_rng(0)
 
     def take(self, batches: int) -> None:
-        """Make so many batches."""
+        """Make this many batches."""
         for _ in range(batches):
             self._batch()
 
