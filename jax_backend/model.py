@@ -162,7 +162,7 @@ def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
 
 def positions(documents_BS: Array) -> Array:
     """Return the position of each token in its own document, from 0: (B, S)."""
-    # So many tokens of the same document come before it.
+    # The number of tokens of the same document before it.
     return document_mask(documents_BS)[:, 0].sum(-1) - 1
 
 

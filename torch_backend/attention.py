@@ -36,7 +36,7 @@ from lockstep.torch_backend.precision import DTYPES
 
 Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks
 
-# Those of torch's call, by the name of core/components/attention_kernels.py, in the order in which it would take them.
+# Kernels of torch's attention, by the name of core/components/attention_kernels.py, in torch's order of preference.
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -152,7 +152,7 @@ class Kernel:
         """List the kernels of torch's call that may run, best first; none: its own choice."""
         if self.name in BACKENDS and (device == "cpu" or dtype in dtypes(self.chosen)):
             return [BACKENDS[self.name]]
-        # torch would pass over cuDNN's without a word.
+        # torch would skip cuDNN's kernel without a warning.
         varies = {name for name in BACKENDS if self.deterministic and ATTENTION_KERNELS[name].not_deterministic}
         ordered = [backend for name, backend in BACKENDS.items() if name not in varies]
         return [] if device == "cpu" else ordered
@@ -177,7 +177,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | Non
     assert not isinstance(mask, Tensor)
     length = q.shape[2]
     blocks = mask or create_block_mask(_causal, None, None, length, length, device=q.device)
-    # Uncompiled it would be written out, scores and all.
+    # Uncompiled, FlexAttention materialises the scores.
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     out: Tensor = call(q, k, v, block_mask=blocks, scale=scale)
     return out
@@ -188,7 +188,7 @@ def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, scale: float | None) ->
     from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
     found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), softmax_scale=scale, causal=True)
-    # Earlier versions give the logsumexp beside the output.
+    # Earlier versions return the logsumexp as well.
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out.transpose(1, 2)
 
@@ -247,7 +247,7 @@ def refusal(
     takes_mask = [one for one in every if one.mask is not None]
     if dtype not in dtypes(kernel):
         takes = _named([_short(d) for d in dtypes(kernel)])
-        # Fused ones first.
+        # Fused kernels first.
         fitting = [
             one.name
             for one in sorted(takes_mask, key=lambda one: (one.written_out, one.of_call))

@@ -53,7 +53,7 @@ class TorchBackend:
         check_deterministic(config, resolve_device(config))
         check_sharded(config)
         if config.train.ranks == 1:
-            # Several ranks share the memory, and a large check has each give back what it frees
+            # Several ranks share the memory: in a large check each returns what it frees
             # (core/parity/evidence/place.py).
             if resolve_device(config).type == "cpu":
                 keep_freed_memory()

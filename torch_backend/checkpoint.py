@@ -30,13 +30,13 @@ from lockstep.torch_backend.programs import Programs
 from lockstep.torch_backend.ranks.process_groups import set_timeout
 from lockstep.torch_backend.ranks.sharded_tensors import local
 
-# One process is what was meant.
+# Silence torch's warning: saving from a single process is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-# A rank that writes for so long is given up.
+# A rank that writes for longer than this is given up.
 PATIENCE = timedelta(hours=1)
-# Ranks that make a group have just been together.
+# Timeout for making a group, right after the ranks have met.
 MEETING = timedelta(minutes=1)
-# torch.distributed.checkpoint makes each file whole in memory before it writes it.
+# torch.distributed.checkpoint builds each file in memory before it writes it.
 FILE_BYTES = 256_000_000
 
 
@@ -75,7 +75,7 @@ class Writer:
         for name in mine:
             whole = tensors[name]()
             tensor = local(whole)
-            if not tensor.numel():  # more ranks than rows: others have them
+            if not tensor.numel():  # with more ranks than rows, other ranks have them
                 continue
             wholes[name] = whole
             copies[name] = self._copy(name, tensor)

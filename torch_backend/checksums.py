@@ -27,7 +27,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
             by_device.setdefault(value.device, []).append(name)
     found = {name: 0 for name in sums}
     for names in by_device.values():
-        # One wait for each device.
+        # The host waits once for each device.
         found |= dict(zip(names, torch.stack([torch.as_tensor(sums[name]) for name in names]).tolist(), strict=True))
     return found
 
@@ -47,8 +47,7 @@ def _sum(tensor: Tensor) -> Tensor:
     in_words = rows.shape[1] * rows.element_size() % WORD == 0
     bits = rows.view(torch.int64 if in_words else torch.uint8)
     columns, lines = bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
-    # A word counts by the weights of its row and its column together. Their product is odd: an even one loses the
-    # highest bit.
+    # A word is weighted by its row and its column together. Their product is odd: an even weight loses the highest bit.
     return (columns * (_even(columns) + 1)).sum() + (lines * _even(lines)).sum()
 
 

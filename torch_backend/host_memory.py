@@ -11,9 +11,9 @@ import os
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-# The largest threshold that glibc takes for blocks that it maps one by one; and the most that it keeps at a heap's end.
+# The largest threshold that glibc accepts for blocks mapped one by one; and the most that it keeps at a heap's end.
 MAPPED_ABOVE, KEPT = 2**25, 2**29
-# A user sets the thresholds by these.
+# Environment variables by which a user sets the thresholds.
 ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits that the CPU widens to FP64 at a time, in eager: they stay in its caches. The bits do not know of it.
+# Logits that the CPU widens to FP64 at a time, in eager, so that they stay in its caches. The result does not depend on
+# it.
 AT_A_TIME = 2**17
 
 

@@ -59,18 +59,18 @@ class Observes(Programs):
     decoder_class = Decoder
     # The program that trains, on this rank alone.
     _micro_loss: MicroLoss
-    # Hands over what a step made, from its loss and NLL, before it is clipped.
+    # Hands a step's results to a function, from its loss and NLL, before gradients are clipped.
     hand_over: Callable[[Tensor, list[Tensor], Take], Gradients]
-    # By the names that they show, and whether of all sequences.
+    # Programs of taps, by the names that they show, and whether they show all sequences.
     _tapped_programs: dict[tuple[frozenset[str], bool], Any]
-    # The names that are shown by windows whose programs give the same bits.
+    # Names that windows show whose programs give the same bits.
     _sound_windows: set[frozenset[str]]
-    # Bytes that were free on the GPU when taps were first asked for.
+    # Bytes that were free on the GPU at the first request for taps.
     _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
     # Sketches of what each micro-batch of the next step adds, where a check needs them.
     _parts: StepParts | None
-    # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and what a tapped program saw.
+    # Under FP8's delayed scaling, by layer: the amaxes for its scales, and those in a tapped program.
     amaxes: dict[str, Tensor]
     _seen_at_taps: dict[str, Tensor]
     # Brings a tensor of the state or a gradient to the host.
@@ -233,7 +233,7 @@ class Observes(Programs):
         zeros: list[Tensor] = []
 
         def give(name: str, value: Tensor) -> None:
-            # A recomputed tensor passes twice. The first time is the forward pass.
+            # A recomputed tensor passes twice; the first time belongs to the forward pass.
             if name not in given:
                 given.add(name)
                 take(TAPS, name, self._shown(value))
@@ -265,7 +265,7 @@ class Observes(Programs):
             return
         # A parameter that is left frozen has no gradient, and the check reports it.
         own = {name: p for name, p in self.parameters.items() if name in asked and p.requires_grad}
-        # Where weights are cut, what autograd knows are the gathered ones: all of them get a gradient.
+        # Under sharding, autograd sees the gathered weights: all of them get a gradient.
         touched = own if self.root is None else self.parameters
         before = {name: p.grad for name, p in touched.items()}
         hooks: list[Any] = []
@@ -355,7 +355,7 @@ class Observes(Programs):
 
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
         """Observe a step's NLL and gradients, which stay on the device but for their sketches."""
-        if self.root is not None:  # no rank has a whole gradient but while it is shown
+        if self.root is not None:  # no rank has a whole gradient except while it is shown
             seen: dict[str, Observation] = {}
 
             def see(kind: str, name: str, gradient: np.ndarray) -> None:

@@ -312,7 +312,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             Muon(optim, matrices),
             adamw(optim, [group for group in groups if group["group"] != "matrices"]),
         )
-        # The groups are the same objects here and there: who changes one changes what is in force.
+        # Both optimizers share the group objects: a change in one is in force in the other.
         super().__init__([group for one in self.optimizers for group in one.param_groups], {})
         for one in self.optimizers:
             one.state = self.state

@@ -78,8 +78,8 @@ class Policy:
         return self.kept(activate(*inputs), "act")
 
 
-# By the name of core/components/precision.py. TF32 is what CUDA makes of FP32 operands (torch_backend/switches.py sets
-# it). FP8 is the business of single layers.
+# By the name of core/components/precision.py. CUDA makes TF32 of FP32 operands (torch_backend/switches.py sets that).
+# FP8 applies to single layers, not to a policy.
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -223,7 +223,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False
         total += wide_product(left, right, total.dtype, onednn)
 
 
-# Inductor would write the sum into a tensor of its own.
+# Inductor would write the sum into a separate tensor.
 @torch.library.custom_op("lockstep::add_product", mutates_args=("total",))
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -23,7 +23,7 @@ import torch
 import torch._functorch.config
 
 PACKAGE = __name__.rpartition(".")[0]
-# The functions that `sdpa_kernel` leaves in a graph, of the names of kernels, which stand in the graph.
+# Functions that `sdpa_kernel` leaves in a graph; their arguments, names of kernels, are in the graph too.
 KNOWN = "torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel"
 
 

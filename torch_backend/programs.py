@@ -83,7 +83,7 @@ class Programs:
     steps_done: int
     step_timer: StepTimer
     trace: Trace
-    # By the tap of all and a block's name, where each block has a tap of its own.
+    # By the whole model's tap and a block's name, where each block has its own tap.
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]
 
     def build_program(self) -> Any:
@@ -103,7 +103,7 @@ class Programs:
     def compiled(self, program: Any) -> Any:
         """Compile `program` with torch.compile as configured."""
         config = self.config.compile
-        # A process may open many sessions (a replay, a bisection): each has programs of the same few functions.
+        # A process may open many sessions (a replay, a bisection), each with programs of the same functions.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
         # A tap inside a part that is recomputed notes what it sees in the forward pass alone.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -122,7 +122,7 @@ class Programs:
             return made
         settings = {"activation_memory_budget": self.config.recompute.memory_budget}
         settings |= program_cache.settings_of(type(self))
-        # DDP takes nothing but a module.
+        # DDP accepts only a module.
         module = isinstance(program, nn.Module)
         inner = made.forward if module else made
 
@@ -187,7 +187,7 @@ class Programs:
                     zero = zeros[name].to(value.dtype)
                     all_rows = rows is None or zero.shape == value.shape
                     value = value + zero if all_rows else value.index_add(0, cast(Tensor, rows), zero)
-                # A recomputed tensor passes here twice. The first time is the forward pass.
+                # A recomputed tensor passes here twice; the first time belongs to the forward pass.
                 if name in shown and name not in seen:
                     seen[name] = value.detach() if rows is None else value.detach()[rows]
                 if name in begins:
@@ -299,7 +299,7 @@ class Programs:
         Every gradient is then larger by the loss scale; it is a power of two, and nothing is rounded.
         """
         total = float(batch.weights.sum(dtype=np.float64)) / self.scale
-        # Filled on the device: a copy to it would keep the host.
+        # Filled on the device: a copy to it would block the host.
         return torch.full((), total, dtype=torch.float64, device=self.device)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,14 +82,14 @@ class TorchSession(Observes):
 
     def __init__(self, config: RunConfig) -> None:
         self.device = resolve_device(config)
-        # With what `auto` stands for here in its place.
+        # `auto` is replaced by the value that it stands for here.
         self.config = config = settled(config, self.device.type)
         switch(config, self.device)
         self.switches = Switches(config.precision.policy, self.device)
         self.switches.set()
         self.policy: Policy = policy_of(config)
         self.float8 = float8(config.precision, self.device)
-        # Gives the parts of a step their names (torch_backend/tools/nvtx.py).
+        # Opens a profiler's range for each part of a step (torch_backend/tools/nvtx.py).
         self.trace = trace_of(config, self.device)
         self.steps_done = 0
         # The programs that torch.compile has made for the step, and the lengths of sequences that they are for.
@@ -112,7 +112,8 @@ class TorchSession(Observes):
         self.optimizer = self.build_optimizer()
         self._taps_of_blocks = {}
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
-        # A compiled block that was tapped would be another program the second time. Kept, it has the same bits.
+        # A compiled block that was tapped would become another program the second time. A kept program gives the same
+        # bits.
         apply_recompute(self.model, config.recompute, tapped=not config.compile.enabled or self._compiles_whole)
         self._tapped_programs: dict[tuple[frozenset[str], bool], Any] = {}
         self._sound_windows: set[frozenset[str]] = set()
@@ -298,7 +299,7 @@ class TorchSession(Observes):
                 group_norms = self._norms({n: p.grad for n, p in self.parameters.items()})
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
-        # The one wait for the device in a step: what is not finite must be known before it reaches the weights.
+        # The step's single synchronisation: a value that is not finite must be known before it reaches the weights.
         told = torch.stack([x.double() for x in (loss, norm, coefficient)])
         if self._amaxes_seen is not None:
             told = torch.cat([told, self._amaxes_seen.double().flatten()])
@@ -498,7 +499,7 @@ class TorchSession(Observes):
             self.ranks.clear(list(self.parameters.values()))
         else:
             self.optimizer.zero_grad(set_to_none=not self.replays)
-        # The outputs of CUDA graphs are overwritten by their next replay: gradients are added to memory of their own.
+        # The next replay of a CUDA graph overwrites its outputs: gradients are added to separate memory.
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self._amaxes_seen = None

@@ -41,7 +41,7 @@ class StepParts:
 
         def see(name: str, gradient: Tensor) -> None:
             part = sketch(gradient, table=self._table)
-            # A leaf that is reached twice gets its gradient in two parts.
+            # A leaf that is reached twice receives its gradient in two parts.
             sums[name] = sums[name] + part if name in sums else part
 
         hooks = [p.register_hook(partial(see, name)) for name, p in self._parameters.items()]

@@ -33,16 +33,16 @@ BACKENDS: Any = torch.backends
 # Kinds of devices that autocast is switched for.
 AUTOCAST = "cpu", "cuda"
 
-# Options of torch.compile that the environment would choose otherwise (torch/_inductor/config.py).
+# Options of torch.compile that environment variables would set otherwise (torch/_inductor/config.py).
 INDUCTOR: Mapping[str, Any] = {
     "use_fast_math": False,
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
 }
-# oneDNN reads either of them once: FP32 products on the CPU may then be made of bf16 values, whatever torch declares
-# (oneDNN developer guide, "Primitive Attributes: floating-point math mode").
+# oneDNN reads each of these once: FP32 products on the CPU may then use bf16 values, whatever torch declares (oneDNN
+# developer guide, "Primitive Attributes: floating-point math mode").
 ONEDNN = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
-# NVIDIA's libraries never use TF32 with 0, whatever they are asked for; no other value is documented.
+# With 0, NVIDIA's libraries never use TF32, whatever a program requests; no other value is documented.
 NVIDIA = "NVIDIA_TF32_OVERRIDE"
 
 # The switches that a session of this process set last.

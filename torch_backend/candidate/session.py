@@ -41,7 +41,7 @@ class ModuleSession:
         self._parameters = parameters_there(self.model, self._layout.placed, parameter_shapes(config.model))
         self.taps = Taps(config.model, self.model, self._layout, candidate.taps_of(config), candidate.calls_of(config))
         self._put(init_parameters(config.model, config.seed))
-        # A fused parameter goes by the first of the canonical ones in it.
+        # A fused parameter has the first of its canonical names.
         self._placed = {next(iter(one.rows)): one for one in self._layout.placed}
         self._by_ours = {name: self._parameters[one.theirs] for name, one in self._placed.items()}
         self.optimizer = candidate.build_optimizer(config, self._by_ours)

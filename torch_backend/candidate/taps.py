@@ -28,12 +28,12 @@ View = Callable[[Tensor], Tensor]
 # `path`, `path:input` or `path:output`; with a function that makes ours of theirs, a view: slices, transposes.
 Where = str | tuple[str, View]
 Side = Literal["input", "output"]
-# (name, tensor, view, own) → the tensor that goes on.
+# (name, tensor, view, own) → the tensor that the program continues with.
 See = Callable[..., Any]
 
 # Kinds of operations that are a module, whose output is the tap.
 MODULES = frozenset({"embedding", "norm", "centered_norm", "layer_norm", "head_norm", "linear", "logits"})
-# Norms that are one node of autograd, which uses its input once. RMSNorm is made of several on a CPU.
+# Norms with a single autograd node, which uses its input once. On a CPU, RMSNorm has several nodes.
 ONE_NODE = (nn.LayerNorm,)
 LOGITS, NLL = "logits", "nll"
 
@@ -198,7 +198,7 @@ class Taps:
                 failed(error)
 
         def see(name: str, x: Any, view: View = as_is, own: bool = False) -> Any:
-            if name in begun:  # a second forward pass, as of activation checkpointing
+            if name in begun:  # a second forward pass, as in activation checkpointing
                 return x
             begun.add(name)
             if not isinstance(x, Tensor):

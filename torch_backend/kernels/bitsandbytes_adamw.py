@@ -21,7 +21,7 @@ from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
-# The library's names of the two moments, and its maps of the numbers that their codes encode.
+# The library's names of the two moments, and of the maps from their codes to numbers.
 STATES = {"exp_avg": "1", "exp_avg_sq": "2"}
 MAPS = {"exp_avg": "dynamic", "exp_avg_sq": "udynamic"}
 
@@ -63,7 +63,8 @@ def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
         return codes
     scale = entry[f"absmax{number}"].repeat_interleave(BLOCK)[: codes.numel()]
     values: Tensor = entry[f"qmap{number}"][codes.int()] * scale.view(codes.shape)
-    # The library gives a block of zeros the code 0, of −0.993, and the scale 0: together −0, where there was 0.
+    # For a block of zeros, the library stores the code 0 (of −0.993) and the scale 0, whose product is −0; the tensor
+    # held 0.
     return values + 0.0
 
 

@@ -66,14 +66,14 @@ class _ChunkedLoss(torch.autograd.Function):
         shown: list[tuple[Tensor, ...]] = []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            # All that is computed from the logits of the chunk before.
+            # Start after all results from the previous chunk's logits, so that two chunks' logits never coexist.
             x_rows = after(x[rows], [loss, losses[-1], grad_x[-1], grad_weight]) if losses else x[rows]
             if narrow_logits:
                 logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
             else:
                 logits = wide_product(x_rows, weight.T, stream, onednn)
             capped = cap * torch.tanh(logits / cap) if cap else logits
-            # The share is rounded as the gradient of a loss is that autograd hands down.
+            # The share is rounded as autograd rounds the gradient of a loss.
             of_chunk = capped, targets_N[rows], shares_N[rows].to(stream), z_loss
             if not by_one_kernel:
                 part, of_capped = losses_and_gradient(*of_chunk, overwrite=not (show or cap))

@@ -25,7 +25,7 @@ from lockstep.torch_backend.tools.import_logging import quiet_import
 
 # The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
 FIRST_CAPABILITY = (8, 9)
-# cuBLAS takes FP8 matrices whose sides are multiples of this.
+# cuBLAS accepts FP8 matrices whose sides are multiples of this.
 ALIGNMENT = 16
 
 
@@ -78,7 +78,7 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
         gemm_config_output=Float8GemmConfig(use_fast_accum=precision.fp8_fast_accumulation),
         emulate=not on_cuda,
     )
-    # The public door: it converts modules, and repairs Inductor where torchao has to.
+    # torchao's public function: it converts modules, and patches Inductor where torchao needs that.
     with torch.device("meta"):
         made: Any = convert_to_float8_training(nn.Linear(ALIGNMENT, ALIGNMENT, bias=False), config=config)
     return Float8(made.config, made.linear_mm_config)
@@ -148,7 +148,7 @@ def set_amaxes(amaxes: Mapping[str, Tensor], values: Mapping[str, np.ndarray]) -
         with torch.no_grad():
             given = torch.from_numpy(np.stack([values[name] for name in amaxes]))
             device = next(iter(amaxes.values())).device
-            # From pinned memory: otherwise the host would wait for the device.
+            # From pinned memory: otherwise the host would block on the device.
             given = given.pin_memory() if device.type == "cuda" else given
             torch._foreach_copy_(list(amaxes.values()), list(given.to(device, non_blocking=True).unbind()))
 

@@ -51,7 +51,7 @@ def losses_and_gradient(
     return losses_N, logits_NV.view(operand)[:, : logits_NV.shape[1]]
 
 
-# A compiler cannot look into either operation, so that it leaves their kernels as they are.
+# Opaque to a compiler, which therefore leaves both kernels as they are.
 @torch.library.custom_op("lockstep::one_kernel_in_place", mutates_args=("logits",))
 def _in_place(logits: Tensor, targets: Tensor, shares: Tensor, z_loss: float, operand: torch.dtype) -> Tensor:
     losses = torch.empty_like(shares)

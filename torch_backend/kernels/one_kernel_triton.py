@@ -16,9 +16,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below this, e^x is no normal number of FP32, and no sum that begins at 1 shows it.
+# Below this, e^x is not a normal number of FP32, and does not change a sum that starts at 1.
 LEAST = tl.constexpr(-87.0)
-# Stands for a maximum that was not found yet: a finite number, since −inf − (−inf) is NaN.
+# Placeholder for a maximum that is not known yet: a finite number, since −inf − (−inf) is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 

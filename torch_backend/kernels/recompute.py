@@ -44,7 +44,7 @@ PART_OF: dict[type[nn.Module], str] = {
     Block: "block",
 }
 
-# The forms of a matrix product below autograd: linear layers, attention kernels, FP8.
+# Matrix products as autograd dispatches them: linear layers, attention kernels, FP8.
 PRODUCTS = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -87,7 +87,7 @@ def _is_chosen(layer: int | None, config: RecomputeConfig) -> bool:
 
 
 def _again(forward: Run, keep_products: bool) -> Run:
-    # The model draws no random numbers. Stopping early would leave out taps behind the last tensor that is needed.
+    # The model draws no random numbers. Stopping early would skip taps after the last tensor that is needed.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if keep_products:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

@@ -27,7 +27,7 @@ def change_of(operator: Operator, axes: tuple[str, ...]) -> Change:
     if name == "swap":
         return lambda x: x.index_select(axis, _swapped(x, axis))
     return {
-        # A tensor of its own would have no gradient to send back, not even zeros.
+        # A separate tensor would send back no gradient, not even zeros.
         "drop": lambda x: x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0),
         "twice": lambda x: 2 * x,
         "flip": lambda x: -x,

@@ -32,7 +32,7 @@ class Ranks(Sharing):
     def __init__(self, session: Programs) -> None:
         super().__init__(session.step_timer, session.config.parallel)
         self._arranged = False
-        # Gradients where DDP's buckets have them, by the parameter's id; and backward passes that summed them.
+        # Gradients in DDP's buckets, by the parameter's id; and the number of backward passes that summed them.
         self._in_buckets: dict[int, Tensor] = {}
         self._sums = 0
         module = _MicroLoss(session.model, session.micro_loss)
@@ -74,7 +74,7 @@ class Ranks(Sharing):
         for p in parameters:
             p.grad = self._in_buckets.get(id(p), p.grad)
         if self._sums < 2:
-            # DDP lays its buckets anew before its second sum, and the old ones are to be freed.
+            # DDP rebuilds its buckets before its second sum, and the old ones are to be freed.
             self._in_buckets.clear()
         if there := [p.grad for p in parameters if p.grad is not None]:
             torch._foreach_zero_(there)
@@ -104,14 +104,14 @@ class Ranks(Sharing):
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Run the same program without the other ranks: no communication in the forward or the backward pass."""
-        # As DDP calls it, or the first call outside would compile another program than the one that trains.
+        # Called as DDP calls it: otherwise the first call outside would compile another program than training's.
         with self.ddp._inside_ddp_forward():
             return self.ddp.module(*inputs)
 
     def _noted_and_summed(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        # After the sum nobody knows whose it was. One pass over the gradients, read only if something is not finite.
+        # After the sum, no rank can find the source. One pass over the gradients, read only if a value is not finite.
         self.on_sent("")
-        # Moved by every bucket: what comes after the last one is waiting for the others.
+        # Updated by every bucket: the time after the last one is spent waiting for the other ranks.
         self._step_timer.mark(REDUCING)
         self._extremes.append((bucket.parameters(), *torch.aminmax(bucket.buffer())))
         return self.sum(bucket)

@@ -34,7 +34,7 @@ class ShardedRanks(Sharing):
         self._model, self._program = session.model, session.micro_loss
         self._parameters = list(session.parameters.values())
         self._each = session.config.parallel.reduce_every_micro_batch
-        # A sum in which rank 0 alone counts adds zeros; that is no reduction, and nothing rounds it.
+        # A sum to which only rank 0 contributes adds zeros: it is no reduction, and nothing rounds it.
         self._shared = False
         self._parts = parts(session.root)
         # The collective that sums the gradients of each part; observing unsummed ones replaces it.
@@ -45,7 +45,7 @@ class ShardedRanks(Sharing):
             part.set_custom_all_gather(self.gather(called))
             self._sums[name] = self.sum_and_cut(called, members)
             part.set_custom_reduce_scatter(self._sums[name])
-            # One for all ranks' sum. By default torch takes a mean, and nccl a product with its factor.
+            # The sum over ranks has the factor 1. By default torch takes a mean, and nccl a product with its factor.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -63,7 +63,7 @@ class ShardedRanks(Sharing):
 
     def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
         self.on_sent(f"the reduce-scatter of {called}")
-        # Moved by every part: what comes after the last one is waiting for the others.
+        # Updated by every part: the time after the last one is spent waiting for the other ranks.
         self._step_timer.mark(REDUCING)
         self.calls += 1
         self._extremes.append((members, *torch.aminmax(gradients)))
@@ -105,7 +105,8 @@ class ShardedRanks(Sharing):
             return self.root(partial(program, *inputs))
         finally:
             if not torch.is_grad_enabled():
-                # No backward pass will free them, and the next call would take them for what they no longer are.
+                # No backward pass will free the gathered weights, and the next call would use them after they are
+                # outdated.
                 self.root.reshard()
 
     def backward(self, loss: Tensor) -> None:

@@ -80,7 +80,7 @@ class PeerSession:
         peers.be_patient_for(config.parallel.timeout_seconds)
         self._record: StepRecord | None = None
         self._by_rank = False
-        # Digests of the last taps that each rank was given its own of.
+        # Digests of the last taps of which each rank was given its own part.
         self._seen: dict[str, str] = {}
         # Digests of the last step's gradients, by parameter, where every rank has whole ones.
         self._sums: dict[str, str] = {}
@@ -252,7 +252,7 @@ class PeerSession:
         self._require_shared(batch)
         ranks = self.own.ranks
         assert ranks is not None
-        # Not as the session shares them, which may be what is wrong.
+        # Not by the session's own sharing, which may be the fault.
         mine = Sharing.share(ranks, batch.cut(self.config.train))
 
         def own() -> None:

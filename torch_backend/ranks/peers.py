@@ -45,9 +45,10 @@ from lockstep.torch_backend.ranks.sharing import Sharing
 
 T = TypeVar("T")
 
-# Ranks that wait notice at about the same time; who went first may have left words already, or leaves them soon.
+# Waiting ranks notice a failure at about the same time; the failed one may have left words already, or leaves them
+# soon.
 WORDS_SECONDS = 2.0
-# So long a rank that only noticed stays, for rank 0 to say whose fault it was.
+# Seconds for which a rank that only noticed a failure stays, so that rank 0 can report its source.
 TELL_SECONDS = 30.0
 GONE = "its process has died, or nothing reaches it"
 DEVICE = "lockstep/device"
@@ -74,7 +75,7 @@ class Peers(RankProgress):
         join_group(rank, ranks, store, self.device)
         super().__init__()
         self._where = getattr(store, "host", "localhost"), int(getattr(store, "port", 0))
-        # Over the first one ranks wait while rank 0 works alone, over the other for each other.
+        # Two groups: ranks wait on the first while rank 0 works alone, and on the second for each other.
         self._of_first = dist.new_group(backend="gloo", timeout=IDLE)
         self._of_all = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._patience = PATIENCE

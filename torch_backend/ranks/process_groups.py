@@ -22,14 +22,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.core.errors import UserError
 
-# Until a run sets how long a rank may keep the others waiting (`parallel.timeout_seconds`).
+# Default, until a run sets how long ranks wait for each other (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)
-# How long ranks wait while rank 0 works alone: it may judge a check, or write a checkpoint.
+# Timeout while rank 0 works alone: it may judge a check, or write a checkpoint.
 IDLE = timedelta(days=7)
-# How long a rank waits at a place where rank 0 may no longer be.
+# Timeout at a place where rank 0 may have ended.
 KNOCK = timedelta(seconds=2)
 WHERE, WORD = "lockstep/where rank 0 is", "lockstep/word"
-# Words that gloo and nccl have for a wait that was too long.
+# Parts of gloo's and nccl's messages for a timeout.
 TIMED_OUT = ("timed out", "timeout")
 
 
@@ -71,7 +71,7 @@ def meet() -> tuple[int, int, Store]:
     while True:
         port, word = shared.get(WHERE).decode().split()
         try:
-            # Torch itself would say much of a door that nobody opens.
+            # torch itself would print many lines about a port that nothing opens.
             socket.create_connection((os.environ["MASTER_ADDR"], int(port)), KNOCK.total_seconds()).close()
             store = TCPStore(os.environ["MASTER_ADDR"], int(port), ranks, False, timeout=KNOCK)
             if store.get(WORD).decode() == word:

@@ -34,7 +34,7 @@ class Sharing:
         # This rank's loss of the last step and the extremes of its gradients, before any reduction over ranks.
         self._own_loss: Tensor | None = None
         self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
-        # Called before each part of a step that goes to the other ranks, with its name where it has one.
+        # Called before each part of a step that is sent to the other ranks, with its name if it has one.
         self.on_sent: Callable[[str], None] = lambda what: None
         self._narrow = NARROW.get(parallel.gradient_dtype)
 

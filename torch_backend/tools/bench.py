@@ -124,7 +124,7 @@ def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
     left, right = (torch.randn(side, side, device=kind) for _ in range(2))
     if operand == "fp8":
         narrow, one = torch.float8_e4m3fn, torch.ones((), device=kind)
-        # cuBLAS takes the right operand with columns that lie together.
+        # cuBLAS takes the right operand in column-major order.
         left, right = left.to(narrow), right.to(narrow).t().contiguous().t()
         return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     left, right = left.to(DTYPES[operand]), right.to(DTYPES[operand])

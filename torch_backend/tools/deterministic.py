@@ -36,9 +36,9 @@ PINNED = {CUBLAS: (":4096:8", (":4096:8", ":16:8")), NCCL: ("Ring", ("Ring", "ri
 # How often the cost is measured.
 PAIRS = 5
 
-_on = False  # whether the mode is on because a session of this process asked for it
+_on = False  # True if a session of this process has switched the mode on.
 _suspended = False
-_loose = False  # whether a session of this process has computed on CUDA without all this
+_loose = False  # True if a session of this process has computed on CUDA without these settings.
 
 
 def check_deterministic(config: RunConfig, device: torch.device) -> None:
@@ -95,7 +95,7 @@ def _turn(on: bool) -> None:
     torch.use_deterministic_algorithms(on, warn_only=False)
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
-    # Also said by the call above, in those versions that were examined.
+    # The call above reports it too, in the versions that were tried.
     inductor.deterministic = on
 
 

@@ -30,7 +30,7 @@ from lockstep.core.model.names import parameter_shapes
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 LOGITS = "logits"
-# Where transformers' functions look `torch` up besides a model's own module: RoPE's frequencies.
+# Modules of transformers that use `torch`, besides a model's own: RoPE's frequencies.
 _ROPE = "transformers.modeling_rope_utils"
 
 
@@ -164,7 +164,7 @@ class HuggingFaceSession:
         if documents is not None:
             ids = torch.from_numpy(np.ascontiguousarray(documents))
             alike = ids[:, :, None] == ids[:, None, :]
-            # Given in any case: transformers takes positions that begin anew for documents that do not see each other.
+            # Always given: transformers takes positions that restart for documents that do not see each other.
             seen = (alike if self.config.attention.document_mask else torch.ones_like(alike)).tril()
             more["attention_mask"] = self._mask(seen)
             if self.config.attention.reset_positions:

@@ -17,8 +17,8 @@ from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools import nvtx
 from lockstep.torch_backend.tools.bench import memory
 
-# Steps that are not measured (programs are compiled in the first), those that the profiler sees and forgets, those
-# that it keeps, and those that are timed after it, without it.
+# Steps before the profiler (programs are compiled in the first), steps that it sees and drops, steps that it keeps, and
+# steps that are timed after it.
 SKIPPED, WARM, KEPT, TIMED = 2, 3, 3, 3
 STEPS = SKIPPED + WARM + KEPT + TIMED
 
@@ -89,5 +89,5 @@ def _step(session: Any, own: TorchSession, batches: Iterator[Batch]) -> None:
         batch = next(batches)
     session.step(batch)
     if own.device.type == "cuda":
-        # A step's work on the device is its own, and not the next one's.
+        # A step's work on the device must end within the step.
         torch.cuda.synchronize(own.device)

@@ -54,8 +54,8 @@ def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
     def signed(start: int, stop: int) -> Tensor:
         return flat[start:stop] * sign[start:stop].to(flat.dtype)
 
-    # A row that is begun already, whole rows, and one that is not full. Padding all of it to whole rows costs twice the
-    # time: a compiled program then tests every number for padding.
+    # The rest of a started row, whole rows, and a last row that is not full. Padding everything to whole rows costs
+    # twice the time: a compiled program then tests every number for padding.
     column, size = offset % K, flat.numel()
     begun = min(-offset % K, size)
     rows = (size - begun) // K

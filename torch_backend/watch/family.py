@@ -45,7 +45,7 @@ IGNORED = -100  # transformers' label of a token that counts nothing
 AUTOCAST = "autocast"
 # A batch may hold these besides input_ids and labels, where they change nothing.
 TRIVIAL = ("attention_mask", "position_ids")
-# With these a forward pass is another one than that of its tokens.
+# With one of these, a forward pass depends on more than its tokens.
 OTHER_INPUTS = ("inputs_embeds", "past_key_values", "encoder_hidden_states")
 
 

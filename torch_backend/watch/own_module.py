@@ -40,9 +40,9 @@ log = logging.getLogger("lockstep.watch")
 Loss = Callable[[Any, Any], Any]
 
 OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
-# Activations may take all memory except this share.
+# Activations may take all memory except this many bytes.
 LEAST_FREE = 2**30
-# Memory is asked for after every this many bytes that autograd keeps.
+# Free memory is read each time autograd has kept this many bytes more.
 LOOK_EVERY = 2**26
 # A truth whose own rounding is this much finer than the candidate's is as good as exact: its part of a ratio is 1 %.
 FINER = 100.0
@@ -113,7 +113,7 @@ class OwnModule:
             except Exception as error:
                 if not narrow:
                     raise
-                # A block that reads its weights in another way than by attribute, say.
+                # A block may read its weights in another way than by attribute.
                 log.debug("watch: the truth is computed whole: %s", reason(error), exc_info=True)
                 self._whole, narrow = True, frozenset()
                 model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)

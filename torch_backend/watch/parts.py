@@ -118,7 +118,7 @@ class Sums:
             grad, p.grad = elsewhere.pop(name, p.grad), None
             grad = torch.zeros_like(p) if grad is None else grad
             grad = grad / self._divisor if self._divisor != 1 else grad
-            # Nobody else holds the gradient, so its memory need not be copied.
+            # No other reference to the gradient exists, so its memory need not be copied.
             shared = grad.dtype in (torch.float32, torch.float64) and grad.is_contiguous()
             found[name] = grad.detach().numpy() if shared else array_of(grad)
         return found

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.core.parity.watch.snapshot import plain_name
 
 OUTSIDE = "the loss function"
-# Frames in these folders are not the user's: torch, and what of Lockstep stands around the user's functions.
+# Frames in these folders are not the user's: torch, and Lockstep's own around the user's functions.
 OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 
@@ -78,7 +78,7 @@ class Places:
 
         handles = [
             register_module_forward_pre_hook(enter),
-            # Without kwargs: of a hook with them, torch 2.13 leaves an entry behind when it is removed.
+            # Without kwargs: when a hook with kwargs is removed, torch 2.13 leaves an entry behind.
             register_module_forward_hook(leave, always_call=True),
         ]
         try:

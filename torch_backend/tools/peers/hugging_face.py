@@ -42,7 +42,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self._rows[index % len(self._rows)]
-        # Their labels are the tokens themselves, of which the loss leaves out the first; ours are shifted already.
+        # The labels are the tokens themselves, of which the loss drops the first; ours are shifted already.
         return {**row, "shift_labels": row["labels"]}
 
 

@@ -49,7 +49,7 @@ WORDS = {
     "blocks.": "layers.",
     "embed.": "tok_embeddings.",
 }
-# Patterns of torchtitan's names: each tells the parameters of a group from those of the groups below it.
+# Patterns of torchtitan's names: each separates a group's parameters from those of the groups below it.
 PATTERNS = {"gains": r"norm\.weight$", "biases": r"\.bias$", "embedding": "tok_embeddings", "head": "lm_head"}
 
 
@@ -154,7 +154,7 @@ def build(race: Race) -> Any:
     from torchtitan.trainer import Trainer
 
     config = race.config
-    # torchtitan takes CUDA where there is no accelerator.
+    # torchtitan uses CUDA where there is no accelerator.
     parallel_dims.device_type = race.device.type
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     backend = "partial_dtensor"
