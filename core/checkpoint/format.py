@@ -39,9 +39,9 @@ _KIND = re.compile(r"[A-Za-z0-9_]+")
 # The key of a file's metadata under which torch.distributed.checkpoint writes the part of a tensor that it holds.
 _SHARDS = "DCP_SHARDING_INFO"
 
-# Reads the tensors of a format of its own from a checkpoint's folder.
+# A function that reads tensors of a framework's format from a checkpoint's folder.
 Read = Callable[[Path], State]
-# Takes over the state in a checkpoint's folder: folder, step, scalars.
+# A function that takes over the state in a checkpoint's folder: (folder, step, scalars).
 Restore = Callable[[Path, int, Mapping[str, float]], None]
 
 
@@ -87,7 +87,7 @@ class Pending:
     def begin(self, write: Callable[[Path], Writing]) -> None:
         """Start the write with `write`. Raises UserError if the disk refuses."""
         try:
-            # No more than that: a run that was deleted meanwhile is not made anew.
+            # Without parents: a run that was deleted meanwhile is not recreated.
             self._aside.parent.mkdir(exist_ok=True)
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir()
@@ -298,7 +298,7 @@ def prune_checkpoints(
         stays |= {step for step in found if step >= vouched}
     old = [path for step, path in found.items() if step not in stays]
     for path in old:
-        # Renamed first: a deletion that is cut short must not leave something that passes for a checkpoint.
+        # Renamed first: an interrupted deletion must not leave a folder that could pass for a checkpoint.
         doomed = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -353,7 +353,7 @@ def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:
         return parts[0][1]
     ends = np.array([np.add(offset, part.shape) for offset, part in parts])
     shape = ends.max(axis=0).tolist()
-    # Before there is room for them: the file lists where they lie.
+    # Checked before memory is allocated: the offsets come from the file.
     if sum(part.size for _, part in parts) != math.prod(shape):
         raise ValueError(f"parts of {name} are missing")
     whole = np.empty(shape, parts[0][1].dtype)

@@ -51,7 +51,7 @@ def restore_random_state(session: Session, states: Arrays) -> None:
         random.setstate((3, tuple(int(n) for n in states[PYTHON]), float(kept[0]) if len(kept) else None))
     if NUMPY in states:
         kept, key = states[f"{NUMPY}/gauss"], states[NUMPY]
-        # numpy takes any position, and reads the memory there.
+        # numpy accepts any position, and reads the memory there.
         if key.shape != (_WORDS + 1,) or not 0 <= int(key[-1]) <= _WORDS:
             raise UserError(f"the random states hold {NUMPY!r}, which is not the state of a Mersenne Twister")
         np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))

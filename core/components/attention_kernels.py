@@ -16,7 +16,7 @@ SINGLE = (*LOW, "fp32", "tf32")
 EVERY = (*SINGLE, "fp64")
 # Compute capability of Hopper.
 HOPPER = (9, 0)
-# Takes every head dimension: a multiple of 1, at least 1, at most any.
+# Any head dimension: a multiple of 1, at least 1, at most any.
 ANY_WIDTH = (1, 1, 1 << 30)
 
 

@@ -123,7 +123,7 @@ def _factors_of_adam(shape: Shape, settings: Settings, number: int) -> dict[str,
 
 MOMENTS, OF_ADAM, _EIGHT_BITS = ("exp_avg", "exp_avg_sq"), ("beta1", "beta2", "eps"), 1 + 4 / BLOCK
 ADAMW = UpdateRule("adamw", "AdamW", MOMENTS, OF_ADAM, factors=_factors_of_adam)
-# A library rounds in an order of its own also where a tensor's moments stay in FP32.
+# A library rounds in its own order even where a tensor's moments stay in FP32.
 TORCHAO = UpdateRule("adamw_torchao", "AdamW", MOMENTS, OF_ADAM, factors=_factors_of_adam)
 _OTHER_ON_CUDA = (
     "the reference rounds as bitsandbytes' CPU kernel does, and CUDA's rounds otherwise: leave the checks out, or take "

@@ -93,7 +93,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
         PrecisionPolicy("bf16", "bf16"),
         # FP16 runs at bf16's rate.
         PrecisionPolicy("fp16", "fp16", scaled=True, peak="bf16"),
-        # A run with any layer in FP8 is held against FP8.
+        # A run with any layer in FP8 is compared with FP8's peak.
         PrecisionPolicy("fp8_tensorwise", "bf16", fp8="tensorwise", peak="fp8"),
         PrecisionPolicy("fp8_rowwise", "bf16", fp8="rowwise", peak="fp8"),
         # The casts of tensorwise, with scales that another tensor has made.

@@ -36,7 +36,7 @@ from lockstep.core.config.schema import RunConfig, Section
 
 SHORT, WIDTHS = 192, 4
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
-# Key of run.json under which a run keeps what `auto` stands for on the CPU.
+# The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
 # The meaning of `auto` in runs that did not record it yet.
 BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, "precision.cpu_products": "onednn"}

@@ -17,9 +17,9 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.paths import path_problem
 
 COMMAND_LINE = "command line"
-# The one pattern of the schema, in words.
+# The schema's single pattern, in words.
 NAME = "must begin with a letter from A to Z or a digit; after it, '.', '_' and '-' may stand as well"
-# Ten times what every setting with its description would take.
+# Ten times the size of a file with every setting and its description.
 _LARGEST_FILE = 1 << 20
 # By the identity of a setting's field, which is kept beside: an address may be another's later.
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
@@ -79,11 +79,11 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         except ValidationError as error:
             errors.append(complaint(origin[key], key, value, error))
     places.append(COMMAND_LINE)
-    # Rules see defaults for what was not set, and pass over what was set wrongly.
+    # Rules get defaults for settings that were not set, and skip wrong ones.
     wrong = (set(values) | set(overrides or {})) - set(checked)
     flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
     for keys, message in broken_rules({key: value for key, value in flat.items() if key not in wrong}):
-        # The place that came last made them clash: the command line, else the file nearest to it.
+        # The last source made them clash: the command line, else the nearest file.
         set_here = [key for key in keys if key in origin] or [keys[0]]
         blamed = max(set_here, key=lambda key: places.index(origin.get(key, "")))
         errors.append(f"{origin.get(blamed, str(path or COMMAND_LINE))}: {blamed}: {message}")
@@ -193,7 +193,7 @@ def _parse(path: Path, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError):
-        # Faults that tomllib does not foresee: numbers of thousands of digits, brackets in thousands of brackets.
+        # Faults that tomllib does not catch: numbers of thousands of digits, thousands of nested brackets.
         raise UserError(f"{path}: not TOML that can be read: a number too long, or too deep a nesting") from None
 
 

@@ -28,11 +28,11 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             left behind.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        # A device or a pipe would not be written to: the rename would put a file in its place.
+        # A rename would replace a device or a pipe by a file, and not write to it.
         raise UserError(f"cannot write {path}: it is there, and no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        # Made anew: a link of that name would have something else written over.
+        # A new file: through a link of that name, another file would be overwritten.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             for chunk in chunks:
@@ -44,7 +44,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        # After a success the name is gone already; after a failure of any kind the part must go.
+        # After a success the name is already gone; after any failure the partial file must be removed.
         with contextlib.suppress(OSError):
             temporary.unlink()
 

@@ -25,7 +25,7 @@ _END = f'"{CHECKSUM}": "%08x"}}'
 _END_BYTES = len(_END % 0)
 # Lines of parity checks are long: pieces of the usual 8 KiB would be joined for each of them.
 _BUFFER_BYTES = 1 << 20
-# An end with something behind it: two lines that lost the newline between them, or a last line that lost its own.
+# A line's end followed by more: two lines that lost the newline between them, or a last line that lost its own.
 _BEYOND_THE_END = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 
 
@@ -75,14 +75,14 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # there is nothing left to write: what could not be written was said
+        with contextlib.suppress(OSError):  # nothing is left to write: failed writes were already reported
             self._file.close()
 
     def _write(self, line: bytes) -> None:
         descriptor = self._file.fileno()
         try:
             before = os.fstat(descriptor)
-            # Lines written into a file that has no name any more are lost without an error.
+            # Lines written to a file without a name are lost, and no error is raised.
             if not os.path.samestat(before, os.stat(self.path)):
                 raise UserError(f"cannot write {self.path}: it was replaced while it was written")
             try:
@@ -117,7 +117,7 @@ def scan_lines(path: Path) -> Iterator[Line]:
                 raw = line.removesuffix(b"\n")
                 if raw:
                     value = _value(raw)
-                    # Whole lines end in a newline: what stands after the last one was being written at the crash.
+                    # Whole lines end in a newline: the text after the last newline was being written at the crash.
                     torn = value is None and raw == line and not _BEYOND_THE_END.search(raw)
                     yield Line(number, raw, value, torn)
     except FileNotFoundError:

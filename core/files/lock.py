@@ -15,7 +15,7 @@ from lockstep.core.errors import UserError
 LOCK_NAME = ".lock"
 # Errors of a file system that has no locks, or whose server keeps none.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-# `is_held` has a lock of its own for some microseconds: who meets with that one tries again.
+# `is_held` holds a lock of its own for some microseconds: a process that collides with it tries again.
 _TRIES, _PAUSE = 5, 0.02
 
 

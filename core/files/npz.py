@@ -32,15 +32,15 @@ def arrays_of(raw: bytes, path: Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as members:
             damaged = _unbounded(members, len(raw))
-            # numpy reads no further than an array's own header states, so that a damaged header escapes the checksum.
+            # numpy reads only as far as an array's header states, so that a damaged header escapes the checksum.
             damaged = damaged or members.testzip()
-            # Nor does zipfile count: a damaged length in its directory swallows the next member.
+            # zipfile does not count either: a damaged length in its directory swallows the next member.
             if len(members.namelist()) != int.from_bytes(raw[_COUNT], "little"):
                 damaged = "its directory"
         if damaged is None:
             with np.load(io.BytesIO(raw), allow_pickle=False) as file:
                 return dict(file)
-    except Exception as error:  # zipfile and numpy raise some ten kinds of what they find in damaged files
+    except Exception as error:  # zipfile and numpy raise some ten kinds of errors for damaged files
         raise UserError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     raise UserError(f"{path} is damaged: {damaged} is not what was written")
 

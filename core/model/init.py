@@ -24,7 +24,7 @@ def init_parameter(parameter: Parameter, seed: int) -> np.ndarray:
 def init_parameters(model: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """Return all parameters by canonical name, float32."""
     parameters = graph_of(model).parameters
-    # numpy draws without Python's lock, and each parameter has a stream of its own: the bits do not know of threads.
+    # numpy draws without Python's lock, and each parameter has its own stream: the bits do not depend on threads.
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda parameter: init_parameter(parameter, seed), parameters.values())
         return dict(zip(parameters, made, strict=True))

@@ -32,7 +32,7 @@ VALIDATION = "validation"
 LOOKED_AT = 2
 # Bytes of an observation: a sketch in FP32, and its statistics.
 OBSERVATION_BYTES = 4 * K + 48
-# Bytes of tensors that may wait to be hashed and written while training goes on; gathering waits for more.
+# Bytes of queued tensors while training continues; gathering waits for more room.
 BEHIND_BYTES = 512 << 20
 # Host memory of a process in which JAX has compiled the programs of a check; measured (docs/results/scale.md).
 PROCESS_BYTES = 1.0e9
@@ -161,7 +161,7 @@ def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
     """List, one line each, the budgets that a single check exceeds, and what would fit; nothing if it fits."""
     cost, found = cost_of_check(config, thorough=thorough), []
     host, on_device = max(cost.gathering, cost.judging), cost.device + cost.reference
-    # Half of a larger budget is the taps', which take windows as large as it allows.
+    # Half of a larger budget goes to taps, whose windows become as large as it allows.
     halves = 2 * max(cost.least, cost.reference) if cost.reference else on_device
     for setting, needed, most, what in (
         ("disk_gb", cost.disk, cost.disk, "on the disk"),

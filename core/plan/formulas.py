@@ -213,7 +213,7 @@ def _attention_forward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: flo
     tape.make(**kernel)
     tape.free("expanded", "widened")
     if "scores" in kernel:
-        # The softmax is not made in the place of what it is of.
+        # The softmax does not overwrite its input.
         tape.make(scratch=kernel["scores"])
         tape.free("scratch")
     if z.casts:
@@ -235,8 +235,8 @@ def _attention_backward(tape: Tape, z: Sizes, kernel: Mapping[str, float], D: fl
         tape.make(d_out=operand)
         tape.free("d_o.x")
     if "scores" in kernel:
-        # The gradients of the softmax and of what it is of; CUDA's kernel has their product with it as a tensor besides
-        # (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
+        # The gradients of the softmax and of its input; in CUDA's kernel, the product of the softmax and its gradient
+        # is a further tensor (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`).
         tape.make(scratch=(2 if z.on_cpu else 3) * kernel["scores"])
         tape.free("scratch")
     tape.make(d_q=operand, d_expanded_k=operand, d_expanded_v=operand)

@@ -238,8 +238,8 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
     else:
         forward.make(g_weight=weight, g_x=D)
         if chunks > 1:
-            # Python keeps the tensors of the chunk before until the names are assigned anew.
-            # On the CPU the gradient is the logits' own tensor.
+            # Python keeps the previous chunk's tensors until their names are assigned again. On the CPU the gradient is
+            # the logits' own tensor.
             forward.make(grad_before=logits, narrow_before=narrow)
         _copied(forward, z, rows)
         forward.make(logits=logits)
@@ -297,7 +297,7 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
     if z.casts:
         # The wide copy that the CPU's product reads takes the logits' place.
         forward.free("grad" if z.copies else "logits")
-    # A sum that goes from one tensor to another.
+    # A sum that moves from one tensor to another.
     forward.free_if("kept")
     forward.make(g_weight=weight)
     forward.free_if("before", "copies", "grad", "logits")

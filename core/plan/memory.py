@@ -148,7 +148,7 @@ def _residual(z: Sizes) -> float:
 
 
 def _one_block(config: RunConfig) -> Graph:
-    # One block stands for all: models of thousands are planned as quickly.
+    # One block represents all: models of thousands of blocks are planned as quickly.
     return graph_of(config.model.model_copy(update={"layers": 1}))
 
 
@@ -261,7 +261,7 @@ def optimizer_working(config: RunConfig, z: Sizes) -> float:
     tensor. Norms: the weights before, and the updates.
     """
     model, optim = config.model, config.optim
-    # One block stands for all.
+    # One block represents all.
     small = config.model_copy(update={"model": model.model_copy(update={"layers": 1})})
     parameters, rules = graph_of(small.model).parameters, update_rules(small)
     by_group: dict[str, float] = {}

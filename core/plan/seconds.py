@@ -64,7 +64,7 @@ def seconds(config: RunConfig, gpu: Gpu, *, autocast: bool = False) -> Seconds |
     attention_rate = gpu.attention_rate(operand, z.kernel.name)
     narrow = gpu.rate("fp8") or rate
     train, layers = config.train, config.model.layers
-    # One block stands for all: models of thousands are planned as quickly.
+    # One block represents all: models of thousands of blocks are planned as quickly.
     graph = graph_of(config.model.model_copy(update={"layers": 1}))
     in_fp8 = _layers_in_fp8(config.model, config.precision)
 

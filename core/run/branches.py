@@ -14,7 +14,7 @@ from lockstep.core.run.directory import RunDir
 from lockstep.core.run.history import before_left, settings_at
 from lockstep.core.run.layout import CHECKS, CONFIG, INFO, OBSERVATIONS, RECORDS, observation_files
 
-# Where `RunDir.resume_from` puts what it takes away.
+# The folder to which `RunDir.resume_from` moves what it removes.
 _FOLDER = re.compile(r"branches/\d{3,}")
 
 

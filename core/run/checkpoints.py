@@ -20,7 +20,7 @@ from lockstep.core.run.ranks import ONE, Ranks
 
 Reason = Literal["interval", "best", "end", "interrupted"]
 BEST = "val/loss"
-# A second Ctrl-C waits so long for a checkpoint that is being written.
+# After a second Ctrl-C, seconds to wait for a checkpoint that is being written.
 AT_ONCE_SECONDS = 2.0
 
 

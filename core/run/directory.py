@@ -85,7 +85,7 @@ class RunDir:
         self._configs: dict[tuple[str | None, tuple[tuple[str, str], ...]], RunConfig] = {}
         self._view: Callable[[RunConfig], RunConfig] = lambda config: config
         self._info = dict(info)
-        # As config.toml and resumes have it; `config` has what stands for `auto` in its place.
+        # As in config.toml, with the changes of resumes; in `config`, `auto` is replaced by its value.
         self.asked = config
         self.config = self.settled(config)
         self._lock = lock
@@ -286,7 +286,7 @@ class RunDir:
         assert self._records is not None and self._checks is not None and self._saved is not None
         for file in (self._records, self._checks, self._saved):
             file.close()
-        # Made by a setting back that was cut short, they are there already; no step was trained since.
+        # If an interrupted rollback has made them, they exist already; no step was trained since.
         branch, aside = (self._next(kind) for kind in ("branches", "damaged"))
         try:
             cuts = set_back(self.path, step, branch, aside, LINES, begins_branch=bool(self._changes.branch))

@@ -14,8 +14,8 @@ from lockstep.core.files.atomic import leads_out, read_sealed_json, write_sealed
 
 # The settings that the run was made with, and those that resumes have changed since (dotted key → text).
 SETTINGS, CHANGED = "config", "settings"
-# How the last process that trained the run ended before all steps were done: `how` (of ENDINGS), `said`, `time`. None
-# while it trains, and so of one that was killed: there was nobody left to write it.
+# The end of the last process that trained the run before all steps were done: `how` (of ENDINGS), `said`, `time`. None
+# while it trains, and so for a killed process, which could not write it.
 STOPPED = "stopped"
 ENDINGS = ("interrupted", "alarmed", "failed")
 _NAMED = 2

@@ -31,8 +31,8 @@ ELASTIC = frozenset(
     }
 )
 SECTIONS = ("checkpoint.", "eval.", "log.", "parity.")
-# These change what later steps compute, and neither what the samples and their order are, nor the form of the state:
-# asked for by a flag, they begin a branch.
+# These change what later steps compute, but neither the samples and their order nor the form of the state. With a flag,
+# they begin a branch.
 BRANCHING = frozenset({"train.steps", "train.curriculum", "attention.kernel", "parallel.gradient_dtype"})
 BRANCHING_SECTIONS = ("optim.", "precision.", "loss.", "compile.", "recompute.")
 # The key of a mixture's data sets in the facts of run.json.

@@ -23,9 +23,9 @@ from lockstep.core.run.ranks import ONE, Ranks
 
 # A second compilation that would take longer than this many seconds is not made for the sake of a figure.
 AFFORDABLE = 60.0
-# Where run.json keeps it, and what the line in the table is called.
+# The key in run.json, and the row's name in the table.
 PROOF = "deterministic"
-# How many names a line lists.
+# Number of names that a line lists.
 LISTED = 4
 # A resume may change these (core/run/resume.py), and with them the order of sums.
 SETTINGS = ("train.ranks", "train.micro_batch_size", "parallel.bucket_mb")
@@ -120,9 +120,9 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
     """Compute the step's gradients twice; return both, and the seconds that the first call took beyond the last."""
     random = random_state(session)
     if config.train.ranks > 1:
-        # Each rank computes it alone: what it refuses leaves nobody waiting.
+        # Each rank computes it alone, so that a refusal leaves no other rank waiting.
         session.gradients(batch.cut(config.train)[0])
-    # In their first pass CUDA graphs are recorded.
+    # CUDA graphs are recorded in their first pass.
     calls = 3 if config.compile.mode == "reduce-overhead" else 2
     found: list[Gradients] = []
     seconds = []

@@ -20,8 +20,8 @@ from lockstep.core.model.names import fp8_modules
 # The three casts of a layer, in the order of its amaxes.
 CASTS = ("input", "weight", "gradient")
 PREFIX = "amax/"
-# Before the first step nothing is known, and FP8's range of 2²⁵ (e4m3) and more has room for a guess. Transformer
-# Engine begins with the scale 1, which flushes small gradients to zero.
+# Before the first step no amax is known, and FP8's range of 2²⁵ (e4m3) and more has room for a guess. Transformer
+# Engine starts with the scale 1, which flushes small gradients to zero.
 FIRST_INPUT, FIRST_WEIGHT = 16.0, 1.0
 
 Amaxes = Mapping[str, tuple[float, ...]]

@@ -34,7 +34,7 @@ from lockstep.core.train.unchanged_state import unchanged
 from lockstep.core.train.validation import LOSS, Validation, means
 
 Ending = Literal["finished", "interrupted", "alarmed"]
-# Follows up a check that disagreed: gives it with what was found out besides, and a line on it.
+# A function that follows up a check that disagreed: it returns the check with its findings, and a line on them.
 Alarm = Callable[[Check], tuple[Check, str | None]]
 
 
@@ -115,7 +115,7 @@ def step_records(
             started = time.perf_counter()
             with spent.part("compute"):
                 if watch is not None and watched:
-                    # Read anew, not from the loader: a loader that has lost its place is a fault to be found.
+                    # Read again, not from the loader, since the check must find a loader that has lost its place.
                     record = watch.step(session, batch, norms, data.batch(step).digest(), validation)
                 else:
                     record = session.step(batch, norms=norms)
@@ -125,10 +125,10 @@ def step_records(
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
-            # A checked step is judged, which names the origin.
+            # A checked step is judged, and the check names the origin.
             if not watched:
                 require_prescribed(record, batch, step, config, ranks)
-            # A clock too coarse to see a step is no reason to divide by zero.
+            # A coarse clock may show zero seconds.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             looked = f"validation, a metric or a sample after step {step}"
             with spent.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
@@ -283,7 +283,7 @@ def train(
                 if any(ranks.gather(interrupted.is_set(), f"`end step {done}`")):
                     break
         except (NotFinite, WrongRecord):
-            if watch is not None:  # a check that is out, of this step or one before it, may explain the error
+            if watch is not None:  # a pending check, of this step or of the one before, may explain the error
                 _wait_for(watch, checks, sinks, config.parity.timeout_seconds)
             raise
         except LoaderError:
@@ -354,7 +354,7 @@ class Checks:
 
     def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
         """Take what came back to rank 0; a check that disagreed sounds the alarm, on every rank."""
-        # One after the other: another check may still be out while an alarm is followed.
+        # One at a time: another check may still be pending while an alarm is followed up.
         while (result := self._ranks.of_first(lambda: next(results, None), "`hear of a check`")) is not None:
             said = None
             if isinstance(result, Check) and result.verdict == "disagreed":

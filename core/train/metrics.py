@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.names import layer_of
 
-# Programs that torch.compile made anew in this step, after a session's first: there is no such metric where none was.
+# Programs that torch.compile compiled again in this step, after a session's first; the metric is absent without any.
 RECOMPILED = "compile/recompiled"
-# Tokens a sequence of this step, where they are not the same in every step of the run.
+# Tokens a sequence in this step, if the run has several lengths.
 SEQUENCE_LENGTH = "train/sequence_length"
 # In a record's `host`: what the time since the last record went into (core/train/time_accounting.py),
 # `seconds/compute`, …, and bytes of memory: `memory/allocated`, `memory/reserved`, `memory/peak` of the device,
@@ -21,7 +21,7 @@ MEMORY = "memory/"
 ATTENTION_LOGIT = "attention_logit/"
 # √Σ‖Δw‖² / √Σ‖w‖² of a group.
 UPDATE_RATIO = "update_ratio/"
-# How many deviations a loss spike stands above what was expected (core/train/spikes.py), at steps that are one.
+# Deviations between a loss spike and the expected loss (core/train/spikes.py), at steps with a spike.
 SPIKE = "spike/sigmas"
 
 

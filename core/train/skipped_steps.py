@@ -16,7 +16,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.train.fp8_amax import Amaxes, amaxes_after, first_amaxes
 from lockstep.core.train.loss_scale import SCALE, SKIPPED, first_scale, scale_after
 
-# Steps that were left out one after another, the last one included; counted only where so many may end the run.
+# Consecutive steps that were left out, up to the last one; counted only where their number may end the run.
 IN_A_ROW = "skipped_in_a_row"
 
 

@@ -49,9 +49,9 @@ from lockstep.core.train.metrics import SPIKE
 ORIGIN = ("document_ids", "source_ids")
 BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64
-# A deviation of less than a thousandth of the loss, six times, is no spike however quiet the losses were.
+# A deviation below a thousandth of the loss, six times, is not a spike however quiet the losses were.
 FLOOR = 1e-3
-# A batch of a million tokens takes 20 MB: a run that falls to pieces must not fill the disk.
+# A batch of a million tokens takes 20 MB: a run that diverges must not fill the disk.
 MOST = 32
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lockstep.core.backend import Arrays, Batch, Session
 
 LOSS, TOP1 = "val/loss", "val/top1"
-# Stands before the name of a mixture's data set.
+# Prefix of the name of a mixture's data set.
 LOSS_OF = "val/loss/"
 
 
