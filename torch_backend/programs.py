@@ -1,4 +1,4 @@
-"""Hold a torch session's model and optimizer, and build the programs that run the model."""
+"""The model and optimizer of a torch session, and the programs that run the model."""
 
 from __future__ import annotations
 

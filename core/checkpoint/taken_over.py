@@ -1,4 +1,4 @@
-"""Hold a session to the state that it was given: what it shows afterwards must be that state, bit for bit.
+"""Compare a session with the state that it was given: what it shows afterwards must equal that state, bit for bit.
 
 A session that exchanges two blocks as it reads them, loses a moment or counts a step too many trains on without an
 error, and a check begins from the state that the session shows. So every stored state that enters a session is compared

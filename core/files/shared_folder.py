@@ -1,4 +1,4 @@
-"""Tell whether processes on other machines see a folder, and whether they run the same sources."""
+"""Test whether processes on other machines see a folder, and whether they run the same sources."""
 
 from __future__ import annotations
 

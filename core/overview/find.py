@@ -1,4 +1,4 @@
-"""Look for run directories below a folder."""
+"""Find the run directories below a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look for the packages that a command loads late before it begins: hours of work do not end in an ImportError.
+"""Check, before a command begins, for the packages that it loads late: no ImportError after hours of work.
 
 `python -m lockstep.scripts.shared.needs PART…` does the same for parts of scripts/gpu_check.sh. It needs
 nothing but Python.

@@ -1,4 +1,4 @@
-"""Does a run survive SIGKILL, whenever it comes? A hundred kills on small runs, each examined. Resumable.
+"""Kill runs by SIGKILL at any moment, and check that they survive: a hundred kills on small runs. Resumable.
 
     python -m lockstep.scripts.studies.chaos --jobs 2             run what is missing, then write docs/results/chaos.md
     python -m lockstep.scripts.studies.chaos --page               only write the page from what has been run

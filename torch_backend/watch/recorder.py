@@ -1,4 +1,4 @@
-"""See each operation of a step below autograd and autocast: list its kind, and hand it over where its turn is."""
+"""Record each operation of a step below autograd and autocast: list its kind, and hand it over in its turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put what a session hands over into a store, under a name for the whole of it."""
+"""Write what a session hands over into a store, under a name for the whole of it."""
 
 from __future__ import annotations
 
