@@ -1,5 +1,6 @@
 """Set the environment before torch and jax are loaded: pytest reads this file first."""
 
+import gc
 import logging
 import os
 import sys
@@ -38,6 +39,9 @@ if _late:
 # torch.distributed.checkpoint notes every tensor, which would bury what a failing test has to say.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 
+# JAX's traces are millions of objects that stay, and a full collection walks all of them, for seconds: few are made.
+gc.set_threshold(10_000, 10, 100)
+
 # A slow machine is no failure: speed is measured by benchmarks.
 hypothesis.settings.register_profile("lockstep", deadline=None)
 hypothesis.settings.load_profile("lockstep")
@@ -50,3 +54,11 @@ def in_one_process() -> Iterator[None]:
 
     with in_this_process():
         yield
+
+
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """Keep what earlier tests left out of the full collections that a test or its subject makes."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -32,7 +32,7 @@ from lockstep.scripts.shared.mutating import MutantBench
 from lockstep.scripts.studies.tiny_workspace import write_workspace
 from lockstep.torch_backend.backend import TorchBackend
 
-pytestmark = pytest.mark.usefixtures("in_one_process")
+pytestmark = pytest.mark.usefixtures("in_one_process", "frozen_heap")
 
 
 @cache

@@ -39,6 +39,16 @@ def found() -> dict[str, int]:
     return {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}
 
 
+def test_own_code_alone_is_marked_as_what_may_be_loaded():
+    """Programs of Lockstep's own session go to the cache, by what is installed; anybody else's are traced."""
+    own, other = (program_cache.settings_of(session) for session in (TorchSession, Somebodys))
+    assert set(own.values()) == {True} and set(other.values()) == {False}
+    assert "enable_autograd_cache" in own.keys() == other.keys()
+    (marked,) = program_cache.options_of(TorchSession).values()
+    assert set(marked) == set(program_cache.KNOWN) and set(marked.values()) == {program_cache.installed()}
+    assert program_cache.options_of(Somebodys) == {}
+
+
 def test_own_programs_are_loaded_and_give_equal_bits(gradients):
     traced = gradients(TorchSession)
     assert found() == {"hit": 0, "miss": 1, "bypass": 0}

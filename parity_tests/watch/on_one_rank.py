@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.parity_tests.watch.own import Gpt, train
-from lockstep.torch_backend.watch import own_module
 
 
 def compiled(model: nn.Module) -> Any:
@@ -35,8 +34,6 @@ def main() -> None:
         "compiled": train(model=Gpt().to(device), wrap=compiled),
         "fully_shard": train(model=Gpt().to(device), wrap=fully_shard),
     }
-    setattr(own_module, "ranks_of", lambda model: 2)  # noqa: B010 - a name that the module imports
-    watchers["one of two"] = train(wrap=DistributedDataParallel, on_alarm="stop")
     dist.destroy_process_group()
     found = {}
     for case, watcher in watchers.items():

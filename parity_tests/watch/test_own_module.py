@@ -598,7 +598,7 @@ def test_watching_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("large", [segments.LARGE, 0], ids=["whole", "by blocks"])
-def test_a_copy_is_let_go(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_let_go(large: int, monkeypatch: pytest.MonkeyPatch, frozen_heap: None) -> None:
     monkeypatch.setattr(segments, "LARGE", large)
     copies: list[weakref.ref[nn.Module]] = []
 
