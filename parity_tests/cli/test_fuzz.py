@@ -41,7 +41,7 @@ def outcome(sandbox: Sandbox, *argv: str, through: bool = True, files: tuple[tup
 
 
 @hypothesis.settings(
-    max_examples=amount(25, with_all=200),
+    max_examples=amount(12, with_all=200),
     deadline=None,
     derandomize=True,
     database=None,

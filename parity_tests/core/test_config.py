@@ -372,7 +372,7 @@ def configs(draw) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-@settings(max_examples=amount(25, with_all=200), deadline=None)
+@settings(max_examples=amount(12, with_all=200), deadline=None)
 @given(config=configs())
 def test_a_dumped_config_reloads_to_an_equal_one(config, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "dumped.toml"

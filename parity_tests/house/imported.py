@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 OWN = "lockstep"
@@ -16,12 +17,16 @@ def file_of(root: Path, module: str) -> Path | None:
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (module, whether it is imported inside a function) of every import that runs.
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
+    """Return (module, whether it is imported inside a function) of every import that runs.
 
     Imports that only a type checker sees are left out. `from a import b` gives both a and a.b: b may be a module.
     """
+    return _imports_in(path.read_text(encoding="utf-8"))
 
+
+@cache
+def _imports_in(source: str) -> tuple[tuple[str, bool], ...]:
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -33,7 +38,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
                 yield from ((f"{child.module}.{alias.name}", inside) for alias in child.names)
             yield from walk(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False)
+    return tuple(walk(ast.parse(source), False))
 
 
 def is_third_party(module: str) -> bool:

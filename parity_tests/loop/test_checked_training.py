@@ -27,12 +27,13 @@ CHECKED = {"train.steps": 8, "parity.every": 2, "parity.queue": 10}
 
 
 def test_checks_change_no_bit_of_the_weights(folder: Folder) -> None:
-    assert folder.train("checked", CHECKED) == 0
-    assert folder.train("unchecked", {"train.steps": 8}) == 0
+    short = {"train.steps": 4, "precision.policy": "fp64"}
+    assert folder.train("checked", short | {"parity.every": 2, "parity.queue": 10}) == 0
+    assert folder.train("unchecked", short) == 0
     assert folder.weights("checked") == folder.weights("unchecked")
     assert folder.losses("checked") == folder.losses("unchecked")
     checks = folder.run("checked").checks()
-    assert [(c["step"], c["verdict"]) for c in checks] == [(step, "agreed") for step in (1, 2, 4, 6, 8)]
+    assert [(c["step"], c["verdict"]) for c in checks] == [(step, "agreed") for step in (1, 2, 4)]
     assert all(c["stages"] for c in checks)
 
 

@@ -26,13 +26,13 @@ from lockstep.parity_tests.faults import FAULTS
 from lockstep.parity_tests.faults.attention import PackedDocumentsSeeEachOther
 from lockstep.parity_tests.faults.state import BlocksExchangedOnLoad
 from lockstep.parity_tests.reference.at_once import AtOnce
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked, reference
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked, of_gelu, reference
 from lockstep.parity_tests.tiny import text_batch
 
 
 @pytest.fixture(scope="module")
 def made():
-    return checked(backend(Gelu))
+    return of_gelu()
 
 
 def write(folder, made):

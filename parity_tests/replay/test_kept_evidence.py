@@ -30,7 +30,7 @@ from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.guards.planted import seal_capsule
 from lockstep.parity_tests.loop.conftest import folder, text, tokens
 from lockstep.parity_tests.loop.runs import Folder
-from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, checked, reference
+from lockstep.parity_tests.replay.made import CONFIG, VERSIONS, Gelu, backend, of_gelu, reference
 from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts import cli
@@ -41,7 +41,7 @@ PLACE = {"candidate": "torch", "reference": "jax", "versions": VERSIONS}
 
 @pytest.fixture(scope="module")
 def made():
-    return checked(backend(Gelu))
+    return of_gelu()
 
 
 @pytest.fixture
@@ -120,7 +120,8 @@ def test_a_large_model_is_judged_from_a_folder_that_goes_but_for_an_alarm(tmp_pa
 
 def test_an_alarm_during_training_keeps_what_was_judged(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     fault = "lockstep.parity_tests.faults.forward:QueryScaled"
-    assert folder.train("run", {"parity.every": 8, "parity.on_alarm": "stop"}, "--backend", fault) == 1
+    settings = {"parity.every": 8, "parity.on_alarm": "stop", "precision.policy": "fp64"}
+    assert folder.train("run", settings, "--backend", fault) == 1
     run = folder.path / "run"
     packed = run / "capsules" / "step_000001"
     assert (packed / "evidence" / "index.json").is_file() and not (run / "evidence").exists()
