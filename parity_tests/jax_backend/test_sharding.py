@@ -29,7 +29,7 @@ def in_four(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 # Results that the tests that run by default read (slow_tests.toml); the process of the others is started if they run.
-BY_DEFAULT = frozenset({"exact tied", "places", "one", "fault not summed"})
+BY_DEFAULT = frozenset({"places", "one"})
 
 
 class Found:
