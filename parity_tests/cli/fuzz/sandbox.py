@@ -102,6 +102,8 @@ class Sandbox:
         return not os.access(self.here / "unreadable", os.R_OK)
 
     def _fill(self, here: Path) -> None:
+        from lockstep.scripts.cli import run
+
         with contextlib.chdir(here):
             file = write_workspace(here / "made")
             text = file.read_text().replace(str(here / "made"), ".").replace('"./data"', '"data"')
@@ -113,10 +115,9 @@ class Sandbox:
                 ["train", "tiny.toml", "--train.steps", "4", "--checkpoint.every", "2", "--parity.record-every", "2"],
                 ["export", "runs/tiny", "hub"],
             ):
-                said = subprocess.run(
-                    [sys.executable, "-m", "lockstep", *argv], capture_output=True, env=_environment()
-                )
-                assert said.returncode == 0, said
+                said = _stream("backslashreplace")
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _as_it_was():
+                    assert run(argv) == 0, _text(said)
             for name in ("folder", "full", "unwritable", "broken", "broken/capsule"):
                 (here / name).mkdir()
             for name in ("file", "full/mine", "unreadable", "unreadable.toml"):
