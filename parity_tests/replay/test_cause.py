@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.core.config.schema import CompileConfig, PrecisionConfig, RecomputeConfig
+from lockstep.core.config.schema import CompileConfig, RecomputeConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.diagnose.cause import VARIATIONS, Variation, find_cause
 from lockstep.core.parity.judge.judge import judge
@@ -24,8 +24,6 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
 COMPILED = CONFIG.model_copy(update={"compile": CompileConfig(enabled=True, backend="aot_eager")})
-# Its reference compiles half as many programs.
-FP64 = CONFIG.model_copy(update={"precision": PrecisionConfig(policy="fp64")})
 LEVERS = {v.words: v for v in VARIATIONS}
 
 
@@ -147,7 +145,7 @@ class Doubled(TorchSession):
 
 
 def test_a_length_that_is_off_is_named():
-    cause = cause_of(Doubled, FP64, "with one micro-batch")
+    cause = cause_of(Doubled, CONFIG, "with one micro-batch")
     assert cause.words.startswith("disappears with one micro-batch; length off by the accumulation steps")
 
 
