@@ -173,7 +173,9 @@ def _flushed(code: int) -> int:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
+            from lockstep.core.sinks.lines import complain
+
+            complain(_cannot_print(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     return code
@@ -186,15 +188,16 @@ def _cannot_print(error: OSError) -> str:
 def run(argv: list[str]) -> int:
     """Run one command; returns its exit code. `--help` of a command raises SystemExit(0), as tyro does."""
     from lockstep.core.errors import UserError
+    from lockstep.core.sinks.lines import complain
 
     try:
         return _run(argv)
     except UserError as error:
         for line in error.lines:
-            print(f"lockstep: {line}", file=sys.stderr)
+            complain(line)
         return 2
     except KeyboardInterrupt:
-        print("lockstep: stopped", file=sys.stderr)
+        complain("stopped")
         return 130
     except BrokenPipeError:
         # Output left in buffers must not fail again at the end, which would change the exit code.
@@ -208,11 +211,11 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         # A full disk has no name of its own where it is stdout's: files are opened by name.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
-            print(f"lockstep: {_cannot_print(error)}", file=sys.stderr)
+            complain(_cannot_print(error))
             return 2
         from lockstep.scripts.shared.failures import in_one_line
 
-        print(f"lockstep: {in_one_line(error)}", file=sys.stderr)
+        complain(in_one_line(error))
         return 2
 
 

@@ -20,7 +20,7 @@ from lockstep.core.report.curves import Json
 from lockstep.core.report.read import doubled, require_record, run_of
 from lockstep.core.report.text import embed
 from lockstep.core.run.info import read_info
-from lockstep.core.run.layout import CHECKS, CONFIG, INFO, RECORDS
+from lockstep.core.run.layout import CHECKS, CONFIG, INFO, LISTED, RECORDS
 
 # The least seconds between two makings, and the share of the time that they may take: the run needs the machine.
 LEAST, SHARE = 1.0, 0.1
@@ -197,7 +197,7 @@ class Watched:
 def require_watchable(run: Path) -> None:
     """Raise UserError unless `run` is a folder that is a run's, with or without records."""
     if not run.is_dir():
-        raise UserError(f"{run} is not a run directory")
+        raise UserError(f"{run} is not a run directory; {LISTED}")
     if not any((run / name).is_file() for name in (INFO, CONFIG, RECORDS)):
         raise UserError(f"{run} has no {INFO}, {CONFIG} or {RECORDS}: there is no run to watch")
 

@@ -12,6 +12,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import leads_out
 from lockstep.core.files.jsonl import damage, in_ranges, scan_lines
 from lockstep.core.run.info import read_info, require_unchanged
+from lockstep.core.run.layout import LISTED
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Run:
 def read_run(run_dir: Path) -> Run:
     """Read all but the checks. Raises UserError if there is no record, or one that is intact is none of a run."""
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a run directory")
+        raise UserError(f"{run_dir} is not a run directory; {LISTED}")
     notes: list[str] = []
     path = run_dir / "records.jsonl"
     if not path.is_file():

@@ -53,6 +53,7 @@ from lockstep.core.run.layout import (
     EVIDENCE,
     INFO,
     LINES,
+    LISTED,
     OBSERVATIONS,
     RECORDS,
     SAVED,
@@ -122,7 +123,7 @@ class RunDir:
         it.
         """
         if not is_run(path):
-            raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}")
+            raise UserError(f"{path} is not a run directory: it has no {CONFIG} and {INFO}; {LISTED}")
         if write and (link := next(links_out(path, WANDB), None)):
             raise UserError(
                 f"{link} leads to {os.path.realpath(link)}, outside the run: a run is written in its own folder alone; "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -10,6 +13,10 @@ from lockstep.core.sinks.visible import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
+# A command that a message gives: it follows a colon, and ends with the message or before a semicolon.
+_COMMAND = re.compile(r"(?<!^lockstep: )(?<=: )((?:lockstep|pip|pipx|python|torchrun|scripts/\S+) [^;]+;?)")
+# Columns of a terminal that does not report its width.
+_USUAL = 80
 # Eighths of a block, from none to seven.
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
@@ -29,14 +36,58 @@ def wrapped(line: str, width: int, begin: str = "", hang: int | None = None) -> 
     )
 
 
+def fitted(line: str, width: int) -> str:
+    """Break a line that is wider than `width` between words; lines after the first are indented by two columns more.
+
+    A command in it (`…; go on with: lockstep train --resume RUN`) begins a line of its own. If it is too long for one,
+    its lines end with a backslash, so that a shell takes them as they are copied.
+    """
+    if len(line) <= width:
+        return line
+    words = line.lstrip(" ")
+    begin = line[: len(line) - len(words)]
+    hang = f"{begin}  "
+    lines = []
+    for number, part in enumerate(_COMMAND.split(words)):
+        if number % 2:
+            lines.append(_command_lines(part.rstrip(), width, hang))
+        elif part.strip():
+            lines.append(wrapped(part.strip(), width, hang if lines else begin, len(hang)))
+    return "\n".join(lines)
+
+
+def _command_lines(command: str, width: int, begin: str) -> str:
+    """Break a command so that a shell joins it again; one with quotes stays whole, as a break may lie within them."""
+    if len(begin + command) <= width or re.search(r"['\"]", command):
+        return begin + command
+    return wrapped(command, width - 2, begin, len(begin) + 2).replace("\n", " \\\n")
+
+
+def complain(text: str) -> None:
+    """Print `lockstep: text` on stderr: in lines that fit a terminal, or in one line into a file or a pipe."""
+    lines = f"lockstep: {visible(text)}".split("\n")
+    if sys.stderr.isatty():
+        width = _columns()
+        lines = [fitted(line, width) for line in lines]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    """Return the columns of stderr's terminal; COLUMNS sets another number, as for the rest of the output."""
+    try:
+        return int(os.environ["COLUMNS"])
+    except (KeyError, ValueError):
+        pass
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL
+    except (OSError, ValueError):
+        return _USUAL
+
+
 def say(console: Console, text: str, style: str | None = None) -> None:
     """Print text in lines that fit the console; a line that is continued is indented by two columns more."""
     for line in visible(text).split("\n"):
-        if len(line) > console.width:
-            words = line.lstrip(" ")
-            begin = line[: len(line) - len(words)]
-            line = wrapped(words, console.width, begin, len(begin) + 2)
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(fitted(line, console.width), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def tell(console: Console, text: str, style: str | None = None) -> None:

@@ -145,7 +145,7 @@ def test_a_run_that_was_damaged_cannot_go_on(lockstep: Lockstep, refused, run_fi
 
 def test_report_of_what_is_no_run(refused, here: Path) -> None:
     (here / "folder").mkdir()
-    assert refused("report", "nowhere") == "nowhere is not a run directory"
+    assert refused("report", "nowhere") == "nowhere is not a run directory; lockstep runs lists those below runs/"
     assert "no run to report on" in refused("report", "folder")
 
 

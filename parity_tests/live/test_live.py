@@ -318,7 +318,7 @@ def test_the_page_writes_no_text_as_markup() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere", "--watch"], "nowhere is not a run directory"),
+        (["nowhere", "--watch"], "nowhere is not a run directory; lockstep runs lists those below runs/"),
         ([".", "--watch"], ". has no run.json, config.toml or records.jsonl: there is no run to watch"),
         (["run", "run", "--watch"], "--watch serves one run, and writes no file: lockstep report --watch RUN"),
         (["run", "--watch", "--out", "x.html"], "--watch serves one run, and writes no file"),

@@ -212,7 +212,9 @@ def test_the_command(runs: list[Path], tmp_path: Path, monkeypatch: pytest.Monke
     assert capsys.readouterr().out == "report_compare.html\n" and (tmp_path / "report_compare.html").is_file()
     assert cli.run(["report", *map(str, runs), "--out", "x.html"]) == 0 and (tmp_path / "x.html").is_file()
     assert cli.run(["report", str(runs[0]), "nowhere"]) == 2
-    assert capsys.readouterr().err == "lockstep: nowhere is not a run directory\n"
+    assert (
+        capsys.readouterr().err == "lockstep: nowhere is not a run directory; lockstep runs lists those below runs/\n"
+    )
     assert write_comparison(runs, tmp_path / "y.html") == tmp_path / "y.html"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.installation import HOME, shipped_config
 
@@ -133,7 +134,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
         print(f"lockstep: the time is up; left for --resume: {names(waiting)}")
     failed = [result["row"] for result in done if result["status"] == "failed"]
     if failed:
-        print(f"lockstep: failed: {', '.join(failed)}; what they said is in {log.name}", file=sys.stderr)
+        complain(f"failed: {', '.join(failed)}; what they said is in {log.name}")
     return 2 if failed else 0
 
 

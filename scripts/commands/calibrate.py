@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import on_its_device, open_named
 from lockstep.scripts.shared.open_data import open_data
@@ -89,10 +89,9 @@ def main(argv: list[str]) -> int:
     for line in found.widened:
         print(f"wider than shipped: {line}")
     if wrong and not options.widen:
-        print(
-            f"lockstep: {wrong} of {options.checks} checks of the shipped trainer do not keep the bounds: kernels "
-            "round otherwise here, or something is wrong. Nothing was kept; --widen keeps it.",
-            file=sys.stderr,
+        complain(
+            f"{wrong} of {options.checks} checks of the shipped trainer do not keep the bounds: kernels round "
+            "otherwise here, or something is wrong. Nothing was kept; --widen keeps it."
         )
         return 1
     print(f"{len(found.widened)} bounds are wider than shipped; kept in {here.write(recipe, found)}")

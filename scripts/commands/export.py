@@ -104,7 +104,7 @@ def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
     """Return the checkpoint's folder, the run's settings and its tokenizer. Raises UserError if one is not there."""
     from lockstep.core.checkpoint.format import MANIFEST
     from lockstep.core.run.directory import RunDir
-    from lockstep.core.run.layout import is_run
+    from lockstep.core.run.layout import LISTED, is_run
     from lockstep.scripts.commands.sample import checkpoint_of, tokenizer_of
 
     asked = options.run
@@ -112,7 +112,7 @@ def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
         run = RunDir.open(asked)
         return checkpoint_of(run, options.step), run.config, tokenizer_of(run, options.tokenizer)
     if not (asked / MANIFEST).is_file():
-        raise UserError(f"{asked} is neither a run directory nor a checkpoint")
+        raise UserError(f"{asked} is neither a run directory nor a checkpoint; {LISTED}")
     if options.step is not None:
         raise UserError(f"{asked} is a checkpoint already: --step chooses one of a run")
     if is_run(owner := asked.resolve().parent.parent):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import description, on_its_device, open_candidate
 from lockstep.scripts.shared.failures import in_one_line
@@ -147,7 +148,7 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
     if overall(checks) == "could_not":
         stopped = UserError(check_line(next(check for check in checks if check.verdict == "could_not")))
     if stopped:
-        print(f"lockstep: {stopped}", file=sys.stderr)
+        complain(str(stopped))
     return {"agreed": 0, "disagreed": 1, "could_not": 2}[overall(checks)]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 
 if TYPE_CHECKING:
@@ -77,14 +78,14 @@ def main(argv: list[str]) -> int:
         except OSError as error:
             raise UserError(f"cannot write {options.json}: {error.strerror}") from error
     for line in dict.fromkeys(one for thorough in (False, True) for one in over_budget(config, thorough=thorough)):
-        print(f"lockstep: {line}", file=sys.stderr)
+        complain(line)
     if estimate.fits:
         return 0
     changes = smallest_change(config, found)
     needed = f"{config.name} needs {estimate.peak / 1e9:,.1f} GB a device, {gpu.title} has {gpu.memory / 1e9:,.1f} GB"
     if not changes:
         raise UserError(f"{needed}, and no micro-batch or checkpointing policy makes it fit")
-    print(f"lockstep: {needed}; what would fit: {'; or '.join(changes)}", file=sys.stderr)
+    complain(f"{needed}; what would fit: {'; or '.join(changes)}")
     return 0
 
 

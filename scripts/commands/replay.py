@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.core.run.ranks import ONE
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.backends import Maker, on_its_device, open_candidate
 from lockstep.scripts.shared.failures import in_one_line
@@ -81,13 +81,14 @@ class Replay:
 def main(argv: list[str]) -> int:
     """Replay, print, write the JSON; the exit code is the verdict."""
     from lockstep.core.parity.evidence.capsule import is_capsule
+    from lockstep.core.run.layout import LISTED
     from lockstep.core.sinks.terminal import open_unwrapped
     from lockstep.core.train.spikes import is_spike
 
     options, _ = parse(Replay, "replay", argv, with_settings=False)
     check_file("json", options.json)
     if not options.path.is_dir():
-        raise UserError(f"no such run, capsule or spike: {options.path}")
+        raise UserError(f"no such run, capsule or spike: {options.path}; {LISTED}")
     console, words = open_unwrapped(), ["replay", *argv]
     if is_spike(options.path):
         return _spike(console, options, words)
@@ -220,7 +221,7 @@ def _judge_run(
     recipe = calibrated_bounds.recipe_of(run.config)
     code = _report(console, found, recipe, file, context, verbose=options.verbose, told=True)
     if stopped:
-        print(f"lockstep: {stopped}", file=sys.stderr)
+        complain(str(stopped))
     return code
 
 
@@ -296,10 +297,10 @@ def open_run(
     """Open a run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
     from lockstep.core.run.branches import RunBranch
     from lockstep.core.run.directory import RunDir
-    from lockstep.core.run.layout import CONFIG
+    from lockstep.core.run.layout import CONFIG, LISTED
 
     if not path.is_dir():
-        raise UserError(f"no such run: {path}")
+        raise UserError(f"no such run: {path}; {LISTED}")
     run = RunDir.open(path)
     run = RunBranch(run, branch) if branch is not None else run
     run.read_through(lambda config: on_reference_devices(config, reference_devices, reference_device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import tyro
 from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError, printable
 from lockstep.core.files.paths import path_problem
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 
 COMPARISON = Path("report_compare.html")
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     runs = [Path(text) for text in options.runs]
 
     def warn(note: str) -> None:
-        print(f"lockstep: {printable(note)}", file=sys.stderr)
+        complain(printable(note))
 
     if len(runs) == 1:
         print(write_report(runs[0], options.out, warn))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError, printable
+from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
     if not options.page and not options.json:
         _print(options.folder, rows, keys, baseline, len(found.runs))
     for line in _left_out(found):
-        print(f"lockstep: {line}", file=sys.stderr)
+        complain(line)
     return 0
 
 

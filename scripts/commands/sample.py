@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from lockstep.core.errors import UserError, printable
+from lockstep.core.sinks.lines import complain
 from lockstep.core.sinks.visible import visible
 from lockstep.scripts.shared.arguments import parse
 
@@ -121,7 +122,7 @@ def checkpoint_of(run: RunDir, step: int | None) -> Path:
     if not found:
         raise UserError(f"{run.path} has no checkpoint: one is written when training ends or stops (checkpoint.every)")
     if step is None:
-        return run.last_intact(lambda text: print(f"lockstep: {printable(text)}", file=sys.stderr))
+        return run.last_intact(lambda text: complain(printable(text)))
     if step not in found:
         steps = ", ".join(map(str, found))
         raise UserError(f"{run.path} has no checkpoint of step {step}; there are those of step {steps}")
@@ -147,7 +148,7 @@ def write(
         said += "; the model ended the text" if ended else ""
         if len(prompt) + written - 1 > decoder.window:
             said += f"; beyond {decoder.window} tokens it saw the last {decoder.window}, computed anew for each"
-        print(f"lockstep: {said}", file=sys.stderr)
+        complain(said)
 
 
 def write_one(

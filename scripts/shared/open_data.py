@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import complain
 
 if TYPE_CHECKING:
     from lockstep.core.config.schema import RunConfig
@@ -31,7 +31,7 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
     for folder in folders:
         if folder not in there:
             raise UserError(f"{folder} holds no prepared data; make it with: {preparing(config, file, given, there)}")
-    return RunData.open(config, lambda text: print(f"lockstep: {text}", file=sys.stderr, flush=True))
+    return RunData.open(config, complain)
 
 
 def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Sequence[str]) -> str:
