@@ -14,7 +14,7 @@ set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=configs/quickstart.toml
 run=runs/quickstart
-say() { printf 'lockstep: %s\n' "$*"; }
+. "$repo/scripts/setup/say.sh"
 
 fresh=
 policy=

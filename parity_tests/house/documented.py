@@ -233,7 +233,7 @@ def write_folder(folder: Path) -> Path:
             smaller(name, folder / "text") if name in SMALLER else file.read_text(encoding="utf-8")
         )
     (folder / "scripts/setup").mkdir(parents=True)
-    for name in ("scripts/quickstart.sh", "scripts/setup/environment.sh"):
+    for name in ("scripts/quickstart.sh", "scripts/setup/environment.sh", "scripts/setup/say.sh"):
         (folder / name).symlink_to(REPO / name)
     (folder / "scripts/setup/setup_env.sh").write_text(_SETUP)
     (folder / ".venv/bin").mkdir(parents=True)

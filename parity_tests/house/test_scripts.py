@@ -1,8 +1,12 @@
 """The shell scripts say in plain words what a machine lacks, and end with 2."""
 
+import fcntl
 import os
+import pty
 import shutil
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,8 @@ def bare(tmp_path):
     checkout, tools = tmp_path / "checkout", tmp_path / "bin"
     (checkout / "scripts/setup").mkdir(parents=True)
     tools.mkdir()
-    shutil.copy(REPO / "scripts/setup/setup_env.sh", checkout / "scripts/setup")
+    for name in ("setup_env.sh", "say.sh"):
+        shutil.copy(REPO / "scripts/setup" / name, checkout / "scripts/setup")
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
     return checkout, tools
@@ -125,6 +130,25 @@ def test_a_failed_installation_leaves_no_stamp_and_says_where_its_log_is(bare):
     assert not (checkout / ".venv" / "lockstep.stamp").exists()
 
 
+TEXT = "runs/quickstart is finished; train again from step 0: scripts/quickstart.sh --fresh"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_on_a_terminal_no_word_is_broken(width):
+    """`say` breaks a line between words on a terminal, and prints one line into a pipe."""
+    command = ["bash", "-c", f'. {REPO}/scripts/setup/say.sh; say "{TEXT}"']
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    subprocess.run(command, stdout=theirs, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    assert len(shown) > 1 and max(len(line.rstrip()) for line in shown) <= width
+    assert " ".join(shown).split() == ["lockstep:", *TEXT.split()]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert piped == f"lockstep: {TEXT}\n"
+
+
 # quickstart.sh, with a `lockstep` that notes what it is asked for
 
 
@@ -133,7 +157,7 @@ def quickstart(tmp_path):
     """Return a function that runs quickstart.sh in a checkout whose `lockstep train` ends with a given code."""
     (tmp_path / "scripts/setup").mkdir(parents=True)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("quickstart.sh", "setup/environment.sh"):
+    for name in ("quickstart.sh", "setup/environment.sh", "setup/say.sh"):
         shutil.copy(REPO / "scripts" / name, tmp_path / "scripts" / name)
     put(tmp_path / "scripts/setup", "setup_env.sh", "exit 0")
     # Stands for a machine whose bf16 products are as fast as FP32's, or as slow as SLOW tells.

@@ -13,12 +13,12 @@ stamp=$venv/lockstep.stamp
 log=$repo/.cache/setup_env.log
 needed_gb=${LOCKSTEP_DISK_GB:-} # else chosen by platform below
 
-say() { printf 'lockstep: %s\n' "$*"; }
+. "$repo/scripts/setup/say.sh"
 problems=()
 problem() { problems+=("$*"); }
 stop_if_problems() {
     [ ${#problems[@]} -eq 0 ] && return
-    for line in "${problems[@]}"; do printf 'lockstep: %s\n' "$line" >&2; done
+    for line in "${problems[@]}"; do say "$line" >&2; done
     exit 2
 }
 
