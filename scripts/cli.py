@@ -69,24 +69,24 @@ COMMANDS = {
     "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
     "train": (
         "lockstep.scripts.commands.train",
-        "train; --resume RUN goes on; --parity.every N checks steps against the reference",
+        "train; --resume RUN continues; --parity.every N checks steps against the reference",
     ),
     "sweep": (
         "lockstep.scripts.commands.sweep",
-        "try a run file under many settings, and rank what comes of it",
+        "train a run file with many combinations of settings, and rank the results",
     ),
-    "parity": ("lockstep.scripts.commands.parity", "check the first steps side by side with the reference"),
-    "calibrate": ("lockstep.scripts.commands.calibrate", "measure what clean checks show on this machine"),
+    "parity": ("lockstep.scripts.commands.parity", "check the first steps against the reference"),
+    "calibrate": ("lockstep.scripts.commands.calibrate", "measure the bounds of clean checks on this machine"),
     "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),
     "bisect": ("lockstep.scripts.commands.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("lockstep.scripts.commands.faults", "plant the known faults and print the scoreboard"),
     "mutate": (
         "lockstep.scripts.commands.mutate",
-        "make the trainer wrong in many ways by machine, and count what a check finds",
+        "change the trainer in many places by machine, and count the changes that a check finds",
     ),
     "museum": (
         "lockstep.scripts.commands.museum",
-        "run silent bugs that shipped, from the released packages, with the bug and without",
+        "run silent bugs of released packages, with the bug and without it",
     ),
     "convert": (
         "lockstep.scripts.commands.convert",
@@ -98,10 +98,13 @@ COMMANDS = {
         "begin a run from the model in a Hugging Face folder",
     ),
     "report": ("lockstep.scripts.commands.report", "write a run's report.html; --watch serves it while the run trains"),
-    "runs": ("lockstep.scripts.commands.runs", "every run below a folder: state, loss, verdicts, what differs"),
+    "runs": (
+        "lockstep.scripts.commands.runs",
+        "list the runs below a folder: state, loss, verdicts, settings that differ",
+    ),
     "sample": ("lockstep.scripts.commands.sample", "text from a run's checkpoint, as it is written"),
-    "profile": ("lockstep.scripts.commands.profile", "record three training steps, and say where their time goes"),
-    "plan": ("lockstep.scripts.commands.plan", "memory, time and cost of a run before anything is rented"),
+    "profile": ("lockstep.scripts.commands.profile", "record three training steps, and show where their time goes"),
+    "plan": ("lockstep.scripts.commands.plan", "estimate memory, time and cost of a run before you rent a GPU"),
     "bench step": (
         "lockstep.scripts.commands.bench_step",
         "time whole steps, row by row, beside the published figures and the floor",
@@ -116,13 +119,13 @@ COMMANDS = {
     ),
     "bench data": (
         "lockstep.scripts.commands.bench_data",
-        "how fast batches are made, beside nanoGPT's get_batch, mmap slices and a DataLoader",
+        "the speed of batches, beside nanoGPT's get_batch, mmap slices and a DataLoader",
     ),
     "bench ladder": (
         "lockstep.scripts.commands.bench_ladder",
-        "what each of six optimisations gives, from naive batches to flash attention",
+        "the gain of each of six optimisations, from naive batches to flash attention",
     ),
-    "bench parity": ("lockstep.scripts.commands.bench_parity", "what a check costs, in training steps"),
+    "bench parity": ("lockstep.scripts.commands.bench_parity", "the cost of a check, in training steps"),
 }
 
 HELP = ("-h", "--help", "help")

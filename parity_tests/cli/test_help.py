@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,3 +147,23 @@ def test_preparing_shows_what_bears_on_data_alone(lockstep: Lockstep) -> None:
 )
 def test_a_command_that_is_none(refused, arguments: list[str], said: str) -> None:
     assert refused(*arguments) == said
+
+
+def lacking(page: str, example: str) -> list[str]:
+    """Return the options that a page of help marks as required and its example does not have."""
+    rows = re.split(r"\n│ (?=\S)", page)  # lines of a row that follow its first are indented
+    required = [row.split()[0] for row in rows if row.startswith("--") and "(required" in row]
+    return [flag for flag in required if flag not in example.split()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_has_every_option_that_is_required(lockstep: Lockstep, command: str) -> None:
+    page = lockstep(*command.split(), "--help").out
+    examples = [line.split("#")[0] for line in page.splitlines() if line.startswith(f"  lockstep {command}")]
+    assert examples and [(example, lacking(page, example)) for example in examples if lacking(page, example)] == []
+
+
+def test_an_example_without_a_required_option_is_seen() -> None:
+    page = "╭─ options ─╮\n│ --vary KEY=VALUES   a setting (required, repeatable) │\n│ --trials INT  (default: 0) │"
+    assert lacking(page, "lockstep sweep CONFIG") == ["--vary"]
+    assert lacking(page, "lockstep sweep CONFIG --vary seed=0,1") == []

@@ -36,7 +36,7 @@ LONG = 30.0
 
 @dataclass
 class Parity:
-    """Check the first steps of a run side by side with the reference: `lockstep parity CONFIG --steps 3`.
+    """Check the first steps of a run against the reference: `lockstep parity CONFIG --steps 3`.
 
     Ends 0 if all agreed, 1 if any disagreed, 2 if it could not run. --candidate FILE.py:NAME puts your own trainer in
     the candidate's place (docs/guide/candidates.md).
@@ -49,16 +49,16 @@ class Parity:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """write the verdict here as JSON"""
     candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
-    """who is judged: torch, jax, hf (transformers' own model), litgpt, FILE.py:NAME or module:NAME"""
+    """the trainer to check: torch, jax, hf (transformers' own model), litgpt, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
-    """who judges: torch, jax, hf (transformers' own model: logits, loss, every gradient, under fp32 and fp64),
-    FILE.py:NAME or module:NAME"""
+    """the reference to check it against: torch, jax, hf (transformers' own model: logits, loss, every gradient, under
+    fp32 and fp64), FILE.py:NAME or module:NAME"""
     capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
-    """where the first step that disagrees is packed, with a script that repeats the fault without Lockstep"""
+    """folder for the first step that disagrees, with a script that repeats the fault without Lockstep"""
     quick: bool = False
-    """only the verdict: the step that disagrees is not run again, and its cause is not looked for"""
+    """only the verdict: do not run a step that disagrees again to search for the cause"""
     free_running: bool = False
-    """do not check: let both train on by themselves and show how far they drift apart"""
+    """do not check: train both independently, and print how far they drift apart"""
     verbose: bool = False
     """also print the whole table: a row for each stage, phase and scope"""
 

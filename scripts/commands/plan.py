@@ -29,10 +29,10 @@ _WIDE = 150
 
 @dataclass
 class Plan:
-    """Memory, time and cost of a run before anything is rented: `lockstep plan CONFIG --gpu h100`.
+    """Estimate memory, time and cost of a run before you rent a GPU: `lockstep plan CONFIG --gpu h100`.
 
-    Estimates from formulas (docs/guide/plan.md); no GPU is needed. Ends 0 with a plan, also where the run as configured
-    does not fit and another micro-batch or policy would, which is said; 2 if nothing fits.
+    Estimates come from formulas (docs/guide/plan.md); no GPU is needed. Ends 0 with a plan. If the run does not fit as
+    configured, the last line names a micro-batch or policy that fits. Ends 2 if nothing fits.
     """
 
     config: Annotated[
@@ -44,9 +44,9 @@ class Plan:
     price: Annotated[float | None, tyro.conf.arg(metavar="DOLLARS", help_behavior_hint="(default: an assumption)")] = (
         None
     )
-    """of a GPU hour"""
+    """price of a GPU hour"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """where the plan is also written, in bytes and seconds"""
+    """write the plan here as JSON too, in bytes and seconds"""
 
 
 def main(argv: list[str]) -> int:

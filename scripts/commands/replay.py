@@ -56,7 +56,7 @@ class Replay:
     )
     """who runs steps again: torch, jax, FILE.py:NAME or module:NAME; must be named if neither torch nor jax made it"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
-    """who judges: torch, jax, FILE.py:NAME or module:NAME"""
+    """the reference to check against: torch, jax, FILE.py:NAME or module:NAME"""
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
     """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
     device: Annotated[

@@ -32,13 +32,11 @@ SWEEPS = Path("sweeps")
 
 @dataclass
 class SweepOptions:
-    """Try a run file under many settings, and rank what comes of it.
+    """Train a run file with many combinations of settings, and rank the results.
 
-    Example: lockstep sweep CONFIG --vary optim.peak-lr=1e-4:3e-3:log --vary optim.weight-decay=0,0.1 --trials 16
-
-    Each trial is a run of its own, as lockstep train makes it; its command is printed. One whose parity check disagreed
-    never wins. The same command again goes on with a sweep that was stopped or killed. Every setting of a run file is a
-    flag, too, as for lockstep train, and holds for all trials.
+    Each trial is a run of `lockstep train`, whose command is printed. A trial with a parity check that disagreed never
+    wins. The same command again continues a sweep that was stopped or killed. Every setting of a run file is a flag, as
+    for lockstep train, and holds for all trials.
 
     Ends 0 when all trials have ended, 1 if a parity check disagreed in one of them, 2 if it could not run or no trial
     finished, 130 after Ctrl-C.
@@ -56,12 +54,12 @@ class SweepOptions:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: sweeps/NAME)")] = None
     """folder of the sweep: runs in trials/, the page sweep.html, the study"""
     sampler: Literal["auto", "grid", "sobol", "random", "tpe"] = "auto"
-    """which points: every combination of lists; Sobol's sequence; at random; or by what earlier rounds have shown
-    (TPE). auto: grid if all are lists, else sobol"""
+    """the points: every combination of lists, Sobol's sequence, at random, or near good points of earlier rounds (TPE).
+    auto: grid if all are lists, else sobol"""
     pruner: Literal["none", "median", "hyperband"] = "none"
-    """give up trials that fall behind those of earlier rounds"""
+    """end trials early whose loss is above that of earlier rounds"""
     round: int = 4
-    """with a pruner or TPE: trials, of each width, that are proposed together and not held against each other"""
+    """with a pruner or TPE: trials, of each width, that are proposed together and not compared with each other"""
     draw_seed: int = 0
     """seed of the points"""
     widths: Annotated[str, tyro.conf.arg(metavar="W,W…", help_behavior_hint="(default: the run file's)")] = ""
@@ -79,7 +77,7 @@ class SweepOptions:
     ray_address: Annotated[str, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: a Ray of its own)")] = ""
     """with ray: a running cluster, or auto for the one of this machine"""
     backend: Annotated[str, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = ""
-    """who trains, as for lockstep train"""
+    """the trainer, as for lockstep train"""
     retry_failed: bool = False
     """make trials that failed again"""
 

@@ -55,21 +55,21 @@ class Train:
     ] = None
     """run file (TOML)"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
-    """run directory to go on with, from its last checkpoint, under its own settings; ranks, micro-batch, device and
-    what is only looked at (checkpoint, eval, log, parity) may be changed by flags; optim, precision, loss, compile,
-    recompute, train.steps and train.curriculum too, which begins a branch (docs/guide/checkpoints.md)"""
+    """run directory to continue, from its last checkpoint and with its own settings. Flags may change ranks,
+    micro-batch, device, checkpoint, eval, log and parity. Flags of optim, precision, loss, compile, recompute,
+    train.steps and train.curriculum begin a branch (docs/guide/checkpoints.md)"""
     from_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the last)")] = None
-    """with --resume: go on from the checkpoint of this step; what came after it is kept in branches/"""
+    """with --resume: continue from the checkpoint of this step; later steps are kept in branches/"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs)")] = None
     """folder of run directories"""
     overwrite: bool = False
     """replace an earlier run of the same name"""
     verbose: bool = False
-    """also print what is measured at an interval: norms, memory, the loss in FP32; the records have it either way"""
+    """also print the metrics of longer intervals: norms, memory, the loss in FP32; the records always have them"""
     backend: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = None
-    """who trains: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME
-    (docs/guide/candidates.md); with --resume by default who trained so far, unless that is a file or module of
-    somebody's: such code runs only if it is named here"""
+    """the trainer: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME
+    (docs/guide/candidates.md). --resume continues with the run's own trainer; a FILE.py:NAME or module:NAME must be
+    named again, because code runs only if the command line names it"""
 
 
 def main(argv: list[str]) -> int:

@@ -18,6 +18,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lockstep train --resume runs/quickstart", "go on, with the same losses"),
         ("lockstep train mine.toml --parity.every 100", "check every 100th step"),
     ),
+    "sweep": (
+        ("lockstep sweep configs/quickstart.toml --vary optim.peak-lr=1e-4:3e-3:log", "12 learning rates"),
+        ("lockstep sweep mine.toml --vary optim.name=adamw,muon --vary seed=0,1", "every combination"),
+    ),
     "parity": (
         ("lockstep parity configs/quickstart.toml", "check two steps of the trainer"),
         ("lockstep parity mine.toml --candidate my_trainer.py:Mine", "check your own trainer"),
@@ -40,6 +44,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "export": (("lockstep export runs/quickstart hub", ""),),
     "import": (("lockstep import hub runs/mine --config mine.toml", ""),),
+    "runs": (
+        ("lockstep runs", "all runs below runs/"),
+        ("lockstep runs sweeps/quickstart --sort val", "trials, the best first"),
+    ),
     "report": (
         ("lockstep report runs/quickstart", "runs/quickstart/report.html"),
         ("lockstep report runs/one runs/two", "a comparison of both"),
