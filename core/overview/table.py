@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import time
 from collections import Counter
@@ -56,7 +57,7 @@ def _drawn(
     headers: Sequence[str], lines: Sequence[Sequence[str]], styles: Sequence[tuple[str, str]], width: int
 ) -> Text:
     """Format columns under `headers` as one text, in place of rich's slow table; fold paths where room is short."""
-    from rich.cells import cell_len, chop_cells
+    from rich.cells import cell_len
     from rich.text import Text
 
     widths = [max(map(cell_len, column)) for column in zip(headers, *lines, strict=True)]
@@ -64,7 +65,7 @@ def _drawn(
     parts: list[tuple[str, str]] = []
 
     def put(cells: Sequence[str], style: str, looks: Mapping[int, str]) -> None:
-        first, *more = chop_cells(cells[0], widths[0]) or [""]
+        first, *more = _folded(cells[0], widths[0]) or [""]
         line = []
         for place, cell in enumerate((first, *cells[1:])):
             space = " " * (widths[place] - cell_len(cell))
@@ -82,6 +83,19 @@ def _drawn(
         put(cells, "", {HEADERS.index("state"): state, HEADERS.index("checks"): checks})
     # The last line's own end is the console's to print. A text that grows piece by piece is slow: rich copies it.
     return Text.assemble(*parts[:-1], parts[-1][0].removesuffix("\n"))
+
+
+def _folded(path: str, width: int) -> list[str]:
+    """Fold a path behind its slashes, and within a name only where that is wider than `width` columns."""
+    from rich.cells import cell_len, chop_cells
+
+    lines: list[str] = []
+    for part in re.findall(r"[^/]*/|[^/]+", path):
+        if lines and cell_len(lines[-1] + part) <= width:
+            lines[-1] += part
+        else:
+            lines += chop_cells(part, width)
+    return lines
 
 
 def cells_of(row: Row, now: float) -> list[str]:

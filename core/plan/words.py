@@ -89,6 +89,16 @@ def time_rows(estimate: Estimate, price: float) -> Rows:
     return rows
 
 
+def headline(estimate: Estimate, price: float) -> str:
+    """Return the plan in one line: does the run fit, and, where rates are known, its days and dollars."""
+    gpu, ranks = estimate.gpu, estimate.config.train.ranks
+    fits = "fits" if estimate.fits else "does not fit"
+    line = f"{estimate.config.name} {fits}: {estimate.peak / 1e9:,.1f} of {gpu.memory / 1e9:,.1f} GB on {gpu.title}"
+    if estimate.days is None:
+        return line
+    return f"{line}; {estimate.days:,.2f} days on {ranks} GPU{'s'[: ranks > 1]}, ${estimate.cost(price):,.0f}"
+
+
 def check_rows(config: RunConfig) -> Rows:
     """Return the rows of a check in training and of one of `lockstep parity`: bytes on disk and in memory, seconds."""
     parity, train = config.parity, config.train

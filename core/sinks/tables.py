@@ -47,15 +47,26 @@ def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) 
     return drawn
 
 
-def stacked(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table that is wider than the terminal: a row's first cell, below it the others by header.
+def stacked(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], width: int) -> list[str]:
+    """Return the lines of a table that is wider than `width`: a row's first cell, below it the others by header.
 
-    A line may have to be broken between words (core/sinks/lines.py).
+    A header and its value stand in one line. If they alone are wider than `width`, core/sinks/lines.py breaks the line.
     """
     lines = [title]
     for first, *others in rows:
         named = [f"{header}: {_cell(value)}" for header, value in zip(headers[1:], others, strict=True) if value != ""]
-        lines += [f"  {_cell(first)}", f"    {' · '.join(named)}"]
+        lines += [f"  {_cell(first)}", *_filled(named, width, "    ")]
+    return lines
+
+
+def _filled(cells: Sequence[str], width: int, begin: str) -> list[str]:
+    """Fill lines with whole cells."""
+    lines: list[str] = []
+    for cell in cells:
+        if lines and len(longer := f"{lines[-1]} · {cell}") <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"{begin}{cell}")
     return lines
 
 

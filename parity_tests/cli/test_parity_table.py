@@ -98,7 +98,9 @@ def test_the_verdict_comes_first_then_what_disagreed_then_every_stage_with_a_bar
     assert [line.split()[0] for line in bars] == ["gate", "down_proj", "attn", "clip_coefficient", "update"]
     strain = {line.split()[0]: line for line in bars}
     assert "█" in strain["gate"] and "  8 %  forward, relative distance" in strain["gate"]
-    assert " ×2.43  inherited: backward, relative distance" in strain["down_proj"]
+    # Its own error is smaller than the inherited one, and is the one to look at.
+    assert " ×1.62  wrong: backward, relative distance" in strain["down_proj"]
+    assert " ×2.43  inherited: backward, relative distance" in strain["attn"]
     assert "The worst of each stage" not in "\n".join(lines) and "--verbose" in lines[-1]
 
 

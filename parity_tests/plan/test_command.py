@@ -8,6 +8,7 @@ from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, fits
 from lockstep.core.plan.choices import POLICIES, choices, micro_batches, smallest_change, with_settings
 from lockstep.core.plan.estimate import at_length
+from lockstep.core.sinks.tables import stacked
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli
 from lockstep.scripts.studies import plan_check
@@ -58,6 +59,27 @@ def test_a_run_that_does_not_fit_is_told_with_what_would(capsys):
     assert cli.run(["plan", LLAMA, "--train.micro-batch-size", "64"]) == 0
     told = capsys.readouterr().err
     assert "what would fit: train.micro_batch_size = 16; or recompute.parts = " in told
+
+
+def test_a_plan_ends_with_what_it_found_and_the_next_command(capsys):
+    assert cli.run(["plan", LLAMA, "--optim.peak-lr", "1e-3"]) == 0
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last == [
+        "llama-1b fits: 80.2 of 84.9 GB on NVIDIA H100 SXM 80 GB; 3.86 days on 1 GPU, $278",
+        f"next: lockstep train {LLAMA} --optim.peak-lr 1e-3",
+    ]
+    assert cli.run(["plan", LLAMA, "--train.micro-batch-size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("llama-1b does not fit: ") and "next: " not in out
+
+
+def test_a_header_and_its_value_stand_in_one_line():
+    cells = [str(10**n) for n in range(8)]
+    headers = ["policy", *(f"{2**n}" for n in range(8))]
+    lines = stacked("GB", headers, [["block", *cells]], 40)
+    assert lines[:2] == ["GB", "  block"] and max(map(len, lines)) <= 40
+    named = [cell for line in lines[2:] for cell in line.strip().split(" · ")]
+    assert named == [f"{header}: {cell}" for header, cell in zip(headers[1:], cells, strict=True)]
 
 
 def test_what_is_said_to_fit_fits():

@@ -15,6 +15,7 @@ import tyro
 from lockstep.core.errors import UserError
 from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.open_data import command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,6 +81,7 @@ def main(argv: list[str]) -> int:
     for line in dict.fromkeys(one for thorough in (False, True) for one in over_budget(config, thorough=thorough)):
         complain(line)
     if estimate.fits:
+        print(f"next: {command('train', options.config, given)}")
         return 0
     changes = smallest_change(config, found)
     needed = f"{config.name} needs {estimate.peak / 1e9:,.1f} GB a device, {gpu.title} has {gpu.memory / 1e9:,.1f} GB"
@@ -106,7 +108,7 @@ def print_plan(
         if wide.width >= _WIDE:
             wide.print(table(title, headers, rows))
         else:
-            for line in stacked(title, headers, rows):
+            for line in stacked(title, headers, rows, wide.width):
                 say(wide, line)
 
     console.print(table(f"Model: {config.name}", ("", ""), words.model_rows(estimate)))
@@ -124,6 +126,7 @@ def print_plan(
         console.print(table("Checkpointing: memory against none", words.SAVED, words.saving_rows(config)))
     for line in estimate.gpu.sources:
         tell(console, f"{estimate.gpu.name}: {line}")
+    tell(console, words.headline(estimate, price), "bold green" if estimate.fits else "bold red")
 
 
 if __name__ == "__main__":

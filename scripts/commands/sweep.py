@@ -14,6 +14,7 @@ import tyro
 from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import quoted
+from lockstep.core.sinks.lines import tell as print_line
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import is_built_in, open_candidate
 from lockstep.scripts.shared.interrupts import terminated_as_interrupted
@@ -181,7 +182,7 @@ def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -
             sweep.run(engine, told, options.retry_failed)
     except KeyboardInterrupt:
         write_page(sweep)
-        console.print(f"stopped; the same command goes on with {quoted(sweep.folder)}", soft_wrap=True)
+        print_line(console, f"stopped; the same command goes on with {quoted(sweep.folder)}")
         return 130
     console.print(final(sweep.trials))
     page = write_page(sweep)
@@ -189,10 +190,10 @@ def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -
         best = ranking(sweep.of(arm))
         said = "" if arm.width is None else f" at width {arm.width}"
         if best:
-            console.print(f"best{said}: {best[0].outcome.value:.4f}, {best[0].name}: {best[0].line}", soft_wrap=True)
+            print_line(console, f"best{said}: {best[0].outcome.value:.4f}, {best[0].name}: {best[0].line}")
         else:
-            console.print(f"best{said}: none, as no trial finished that no check accused", soft_wrap=True)
-    console.print(f"page: {page}", soft_wrap=True)
+            print_line(console, f"best{said}: none, as no trial finished that no check accused")
+    print_line(console, f"page: {page}")
     if not ranking(sweep.trials):
         raise UserError(f"no trial of {sweep.folder} finished that no check accused; {page} shows why")
     return int(any(trial.outcome.state == MARKED for trial in sweep.trials))
@@ -211,7 +212,7 @@ def _shown(console: Console, sweep: Sweep) -> Iterator[Callable[[Trial | None], 
 
         def tell(trial: Trial | None) -> None:
             if trial is not None:
-                console.print(told(trial), soft_wrap=True, markup=False, highlight=False)
+                print_line(console, told(trial))
                 if trial.outcome.state in ENDED:
                     write_page(sweep)
             if isinstance(shown, Live):

@@ -258,6 +258,7 @@ def _train(
         return 130
     if ending == "alarmed":
         return 1
+    tell(console, f"its report: lockstep report {quoted(run.path)}")
     return _exit_code(run, done, console)
 
 

@@ -48,7 +48,12 @@ def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Se
         told |= {"data.path": missing, "data.source": told.get("data.source", "TEXT")}
         if there:
             told |= {"data.tokenizer": str(Path(there[0]) / TOKENIZER_NAME)}
-    words = ["lockstep", "data", "prepare", str(file)]
-    for key, text in told.items():
+    return command("data prepare", file, told)
+
+
+def command(name: str, file: Path, given: Mapping[str, str]) -> str:
+    """Return a command as it is typed, with the settings of a run file that it was given."""
+    words = ["lockstep", *name.split(), str(file)]
+    for key, text in given.items():
         words += [f"--{key.replace('_', '-')}", text]
     return shlex.join(words)

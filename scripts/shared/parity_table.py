@@ -109,13 +109,16 @@ def print_table(console: Console, checks: Sequence[Check], recipe: str) -> None:
 
 
 def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None:
-    """Print a line for each stage, in the order of the chain, with a bar: its worst measure as a share of its bound."""
+    """Print a line for each stage, in the order of the chain, with a bar: its worst measure as a share of its bound.
+
+    A stage that is wrong by itself shows what is wrong by itself, also where an inherited error is larger.
+    """
     by_stage: dict[str, list[tuple[Check, Finding]]] = {}
     for check in checks:
         for finding in check.findings:
             by_stage.setdefault(finding.stage, []).append((check, finding))
     ordered = sorted(by_stage.items(), key=lambda item: min(map(_place, item[1])))
-    worst = [(stage, *max(found, key=lambda item: _strain(item[1]))) for stage, found in ordered]
+    worst = [(stage, *max(found, key=_weight)) for stage, found in ordered]
     shares = {stage: _share(_strain(finding)) for stage, _, finding in worst}
     names, numbers = max(map(len, shares)), max(map(len, shares.values()))
     tails = max(len(_tails(check, finding)[0]) for _, check, finding in worst)
@@ -129,6 +132,12 @@ def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None
         room = console.width - len(line.rpartition("\n")[2])
         line += next((f"  {tail}" for tail in _tails(check, finding) if len(tail) + 2 <= room), "")
         console.print(line, style=None if finding.ok else "bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _weight(item: tuple[Check, Finding]) -> tuple[bool, float]:
+    """Order the findings of a stage: those that are wrong by themselves come before all others."""
+    check, finding = item
+    return check.role(finding) == "origin", _strain(finding)
 
 
 def _strain(finding: Finding) -> float:

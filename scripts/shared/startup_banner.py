@@ -115,7 +115,7 @@ def precision_of(config: RunConfig, group: str) -> str:
     if group not in ("matrices", "head") and not (group == "embedding" and config.model.tied):
         return stream
     if group == "embedding":
-        return f"{stream}, as the head {precision.operand}"
+        return stream if stream == precision.operand else f"{stream}; as the head {precision.operand}"
     linears = graph_of(config.model).linears
     narrow = sum(map(precision.is_fp8, linears))
     if group == "head" or not narrow:
