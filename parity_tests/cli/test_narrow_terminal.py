@@ -67,6 +67,26 @@ def test_training_fits(lockstep: Lockstep, screen: Screen, run_file: Path, verbo
     assert any("update/weight" in line for line in screen.lines) is verbose
 
 
+def test_a_sweep_fits_and_its_commands_can_be_copied(screen: Screen, tmp_path: Path) -> None:
+    """Lines of trials as they begin and end, and of the best; the folder's name is longer than a line has room for."""
+    from lockstep.core.sweep.plan import write_plan
+    from lockstep.core.sweep.sweep import Sweep
+    from lockstep.parity_tests.sweep.made_up import MadeUp, plan
+    from lockstep.scripts.commands import sweep as command
+
+    space, folder = plan("optim.peak-lr=1e-3,1e-2"), tmp_path / "sweeps"
+    write_plan(folder, space)
+    with Sweep(folder, space) as made_up:
+        assert command._run(made_up, MadeUp(), command.SweepOptions(folder, retry_failed=False), []) == 0
+        line = made_up.trials[0].line
+    indented = [text for text in screen.lines if text.startswith("  ")]
+    joined = " ".join(text.strip().removesuffix("\\").strip() for text in indented)
+    assert f"{line}" in joined or f"{made_up.trials[1].line}" in joined
+    # A path alone may be wider than the terminal; every other line fits.
+    assert [text for text in wide(screen.lines) if str(tmp_path) not in text] == []
+    assert not any(text.endswith(str(tmp_path)[:20]) for text in screen.lines)
+
+
 def test_the_overview_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     assert wide(usage().splitlines()) == []

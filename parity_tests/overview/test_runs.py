@@ -25,7 +25,7 @@ from lockstep.core.overview.columns import chosen, condition, in_order
 from lockstep.core.overview.differences import differing, named, told
 from lockstep.core.overview.find import find_runs
 from lockstep.core.overview.row import Row, read_row, rows_of_branches
-from lockstep.core.overview.table import summary, verdicts
+from lockstep.core.overview.table import _folded, summary, verdicts
 from lockstep.core.overview.tail import Tail, read_tail
 from lockstep.core.overview.verdicts import count_verdicts, overall
 from lockstep.core.report.checks import Checks
@@ -321,6 +321,13 @@ def test_the_table_fits_a_terminal(
     assert cli.run(["runs", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and "sweep/trial_9: optim.peak_lr 0.001" in lines
+
+
+def test_a_path_that_has_no_room_is_folded_behind_a_slash() -> None:
+    assert _folded("sweeps/tiny/trials/trial_000", 27) == ["sweeps/tiny/trials/", "trial_000"]
+    assert _folded("sweeps/tiny/trials/trial_000", 28) == ["sweeps/tiny/trials/trial_000"]
+    assert _folded("a/a_name_that_is_wider", 10) == ["a/", "a_name_tha", "t_is_wider"]
+    assert _folded("", 10) == []
 
 
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
