@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from lockstep.core.sinks.visible import visible
 
@@ -40,12 +40,15 @@ def fitted(line: str, width: int) -> str:
     """Break a line that is wider than `width` between words; lines after the first are indented by two columns more.
 
     A command in it (`…; go on with: lockstep train --resume RUN`) begins a line of its own. If it is too long for one,
-    its lines end with a backslash, so that a shell takes them as they are copied.
+    its lines end with a backslash, so that a shell takes them as they are copied. An indented line that begins with
+    `lockstep` is a command as a whole.
     """
     if len(line) <= width:
         return line
     words = line.lstrip(" ")
     begin = line[: len(line) - len(words)]
+    if begin and words.startswith("lockstep "):
+        return _command_lines(words, width, begin)
     hang = f"{begin}  "
     lines = []
     for number, part in enumerate(_COMMAND.split(words)):
@@ -63,23 +66,32 @@ def _command_lines(command: str, width: int, begin: str) -> str:
     return wrapped(command, width - 2, begin, len(begin) + 2).replace("\n", " \\\n")
 
 
+def announce(text: str) -> None:
+    """Print text on stdout: in lines that fit a terminal, or as it is into a file or a pipe."""
+    _print(visible(text), sys.stdout)
+
+
 def complain(text: str) -> None:
     """Print `lockstep: text` on stderr: in lines that fit a terminal, or in one line into a file or a pipe."""
-    lines = f"lockstep: {visible(text)}".split("\n")
-    if sys.stderr.isatty():
-        width = _columns()
-        lines = [fitted(line, width) for line in lines]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    _print(f"lockstep: {visible(text)}", sys.stderr)
 
 
-def _columns() -> int:
-    """Return the columns of stderr's terminal; COLUMNS sets another number, as for the rest of the output."""
+def _print(text: str, stream: TextIO) -> None:
+    """Print in lines that fit where the stream is a terminal."""
+    if stream.isatty():
+        width = _columns(stream)
+        text = "\n".join(fitted(line, width) for line in text.split("\n"))
+    print(text, file=stream, flush=True)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the columns of a terminal; COLUMNS sets another number, as for the rest of the output."""
     try:
         return int(os.environ["COLUMNS"])
     except (KeyError, ValueError):
         pass
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL
+        return os.get_terminal_size(stream.fileno()).columns or _USUAL
     except (OSError, ValueError):
         return _USUAL
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from lockstep.core.sinks.lines import complain, fitted
+from lockstep.core.sinks.lines import announce, complain, fitted
 from lockstep.parity_tests.repository import REPO
 
 WIDTH = 80
@@ -54,6 +54,13 @@ def test_a_command_can_be_copied() -> None:
     assert [shlex.split(one) for one in long] == [shlex.split(LONG.partition(": ")[2])]
 
 
+def test_an_indented_command_can_be_copied() -> None:
+    command = f"lockstep parity demo.toml --candidate {'faults.' * 8}attention:RopeInBf16"
+    broken = fitted(f"  {command}", WIDTH)
+    assert max(map(len, broken.split("\n"))) <= WIDTH and shell_reads(broken) == [command]
+    assert fitted(f"lockstep {'x ' * 60}", WIDTH).count("\\") == 0, "a sentence"
+
+
 def test_a_command_with_quotes_stays_whole() -> None:
     line = f"make it with: lockstep train --data.mixture 'data/code: 0.5, {'data/more: 0.1, ' * 5}data/web: 0.31'"
     assert fitted(line, WIDTH).split("\n")[1].strip() == line.partition(": ")[2]
@@ -72,6 +79,18 @@ def test_stderr_on_a_terminal_is_broken_between_words(monkeypatch: pytest.Monkey
     printed = terminal.getvalue().splitlines()
     assert max(map(len, printed)) <= WIDTH and words(terminal.getvalue()) == f"lockstep: {PROSE} {PROSE}".split()
     assert not any(line.endswith("optim.peak_") for line in printed)
+
+
+def test_stdout_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    announce(PROSE)
+    assert max(map(len, terminal.getvalue().splitlines())) <= WIDTH and words(terminal.getvalue()) == PROSE.split()
+
+
+def test_stdout_in_a_file_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    announce(LONG)
+    assert capsys.readouterr().out == f"{LONG}\n"
 
 
 def test_stderr_in_a_file_keeps_one_line_a_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +112,6 @@ def test_the_width_is_stderrs_own_where_stdout_is_a_pipe(monkeypatch: pytest.Mon
 
 # Who else prints on stderr, and why it needs no lines that fit.
 PRINT = {
-    "core/sinks/lines.py": "complain itself",
     "scripts/commands/parity.py": "its progress, in short lines, on a terminal alone",
     "scripts/shared/needs.py": "for scripts/gpu_check.sh",
 }
@@ -116,7 +134,7 @@ def test_messages_of_the_commands_are_fitted() -> None:
     printing = {
         path.relative_to(REPO).as_posix() for path in files if printing_on_stderr(path.read_text(encoding="utf-8"))
     }
-    assert printing == set(PRINT), "lockstep.core.sinks.lines.complain prints a message"
+    assert printing == set(PRINT), "lockstep.core.sinks.lines.complain prints messages"
 
 
 def test_a_planted_print_is_seen() -> None:

@@ -14,7 +14,7 @@ from lockstep.core.config.file import settings
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.docs import pictures, settings_page
 from lockstep.scripts.docs.pages import DOCS
-from lockstep.scripts.docs.site_links import _inside
+from lockstep.scripts.docs.site_links import _inside, on_page_content
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -42,6 +42,14 @@ def test_a_picture_is_what_its_script_draws(picture: str) -> None:
 def test_a_link_to_the_sources_becomes_its_words() -> None:
     text = "[a](../../core/x.py) [b](verdict.md#stages) [c](../results) [d](https://e.org) ![e](../pictures/idea.svg)"
     assert _inside(text, "guide") == "a [b](verdict.md#stages) c [d](https://e.org) ![e](../pictures/idea.svg)"
+
+
+def test_no_line_of_the_site_is_broken_within_an_option() -> None:
+    html = "<p><code>train --optim.peak-lr 1e-3 -h</code> well-known</p><pre><code>train --resume a-b</code></pre>"
+    whole = '<span class="option">--optim.peak-lr</span>', '<span class="option">-h</span>'
+    assert on_page_content(html) == html.replace("--optim.peak-lr", whole[0]).replace(" -h<", f" {whole[1]}<")
+    assert on_page_content("<code>bits-per-byte 1e-3</code>") == "<code>bits-per-byte 1e-3</code>"
+    assert re.search(r"code \.option \{\s*white-space: nowrap", (DOCS / "site.css").read_text(encoding="utf-8"))
 
 
 def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
-from lockstep.core.sinks.lines import complain
+from lockstep.core.sinks.lines import announce, complain
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.installation import HOME, shipped_config
 
@@ -131,7 +131,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
             console.print(_line(result), markup=False, soft_wrap=True)
     print_table(console, rows, series)
     if waiting := to_do(rows, series, True, options.ignore_plan):
-        print(f"lockstep: the time is up; left for --resume: {names(waiting)}")
+        announce(f"lockstep: the time is up; left for --resume: {names(waiting)}")
     failed = [result["row"] for result in done if result["status"] == "failed"]
     if failed:
         complain(f"failed: {', '.join(failed)}; what they said is in {log.name}")

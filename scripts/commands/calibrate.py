@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
-from lockstep.core.sinks.lines import complain
+from lockstep.core.sinks.lines import announce, complain
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import on_its_device, open_named
 from lockstep.scripts.shared.open_data import open_data
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         for number in range(options.checks):
             batch = data.batch(number * (options.between + 1) + 1)
             check = judge(gather(session, config, batch), reference)
-            print(check_line(check), flush=True)
+            announce(check_line(check))
             wrong += check.verdict != "agreed"
             for step in range(options.between):
                 session.step(data.batch(number * (options.between + 1) + 2 + step))
@@ -87,12 +87,12 @@ def main(argv: list[str]) -> int:
     )
     found = replace(found, widened=calibrated_bounds.widened(recipe, found))
     for line in found.widened:
-        print(f"wider than shipped: {line}")
+        announce(f"wider than shipped: {line}")
     if wrong and not options.widen:
         complain(
             f"{wrong} of {options.checks} checks of the shipped trainer do not keep the bounds: kernels round "
             "otherwise here, or something is wrong. Nothing was kept; --widen keeps it."
         )
         return 1
-    print(f"{len(found.widened)} bounds are wider than shipped; kept in {here.write(recipe, found)}")
+    announce(f"{len(found.widened)} bounds are wider than shipped; kept in {here.write(recipe, found)}")
     return 0

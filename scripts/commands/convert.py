@@ -11,6 +11,7 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import quoted
+from lockstep.core.sinks.lines import announce
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
             f"plain safetensors are made of one of its checkpoints"
         )
     print(convert_run(source, target, options.to))
-    print(f"go on with: lockstep train --resume {quoted(target)}")
+    announce(f"go on with: lockstep train --resume {quoted(target)}")
     return 0
 
 

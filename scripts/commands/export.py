@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import announce
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
@@ -63,14 +64,14 @@ def main(argv: list[str]) -> int:
     size = int(options.shard_gb * 10**9)
     done = write_folder(options.out, config, state.params, tokenizer, options.dtype, size)
     files = f", {done.files} files" if done.files > 1 else ""
-    print(
+    announce(
         f"{options.out}: {done.architecture}, {done.numbers:,} numbers in {done.tensors} tensors{files}, "
         f"{options.dtype}, of step {state.step}; read back, every bit the same"
     )
     for line in notes(config, tokenizer, done, options.dtype):
-        print(f"  {line}")
-    print(f"load it with: AutoModelForCausalLM.from_pretrained({str(options.out.resolve())!r})")
-    print(f"train on from it with: lockstep import {quoted(options.out)} RUN --config FILE")
+        announce(f"  {line}")
+    announce(f"load it with: AutoModelForCausalLM.from_pretrained({str(options.out.resolve())!r})")
+    announce(f"train on from it with: lockstep import {quoted(options.out)} RUN --config FILE")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import announce
 from lockstep.scripts.shared.arguments import parse
 
 if TYPE_CHECKING:
@@ -57,13 +58,13 @@ def main(argv: list[str]) -> int:
     with new_folder(options.run) as place:
         _make(place, options, config, data, found)
     formats = sorted({where.dtype for where in found.folder.tensors.values()})
-    print(
+    announce(
         f"{options.run}: {found.family.architecture}, {len(found.folder.tensors)} tensors ({', '.join(formats)}), "
         "step 0; every bit is that of the folder"
     )
     for line in found.left_out:
-        print(f"  {line}")
-    print(f"go on with: lockstep train --resume {quoted(options.run)}")
+        announce(f"  {line}")
+    announce(f"go on with: lockstep train --resume {quoted(options.run)}")
     return 0
 
 

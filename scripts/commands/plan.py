@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.core.errors import UserError
-from lockstep.core.sinks.lines import complain
+from lockstep.core.sinks.lines import announce, complain
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.open_data import command
 
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     for line in dict.fromkeys(one for thorough in (False, True) for one in over_budget(config, thorough=thorough)):
         complain(line)
     if estimate.fits:
-        print(f"next: {command('train', options.config, given)}")
+        announce(f"next: {command('train', options.config, given)}")
         return 0
     changes = smallest_change(config, found)
     needed = f"{config.name} needs {estimate.peak / 1e9:,.1f} GB a device, {gpu.title} has {gpu.memory / 1e9:,.1f} GB"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import announce
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
 from lockstep.scripts.shared.peers import needs_start, on_every_rank, ranks_of_launch, start_ranks
@@ -129,9 +130,9 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
         found["about"]["recorded rank"] = f"0 of {config.train.ranks}"
     write(out, f"Profile of {config.name}", found)
     say(f"Profile of {config.name}", found)
-    print(f"written: {', '.join(str(out / name) for name in (TRACE, SUMMARY, PAGE))}")
+    announce(f"written: {', '.join(str(out / name) for name in (TRACE, SUMMARY, PAGE))}")
     if about["device_kind"] == "cuda":
-        print("for Nsight Systems: " + nsys(out, argv, config.train.ranks))
+        announce("for Nsight Systems: " + nsys(out, argv, config.train.ranks))
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Turn links from docs/ to the sources into plain text, as a hook of mkdocs: the site holds docs/ alone.
+"""Fit pages of docs/ to the site, as a hook of mkdocs: links to the sources become text, and options stay whole.
+
+The site holds docs/ alone.
 
 parity_tests/house/test_links.py holds the same links to the files, where the pages are read in the repository.
 """
@@ -11,6 +13,23 @@ from typing import Any
 
 _FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+
+
+# Code within a sentence or a table, which a browser may break behind any hyphen, and an option in it.
+_CODE = re.compile(r"<pre.*?</pre>|<code>(.*?)</code>", re.S)
+_WHOLE = r'<span class="option">\g<0></span>'
+_OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w.-]*")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return the page's HTML; no line is broken within an option such as `--optim.peak-lr`."""
+
+    def kept(code: re.Match[str]) -> str:
+        if code[1] is None:
+            return code[0]
+        return f"<code>{_OPTION.sub(_WHOLE, code[1])}</code>"
+
+    return _CODE.sub(kept, html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -9,7 +9,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.sinks.lines import say
+from lockstep.core.sinks.lines import say, tell
 from lockstep.core.sinks.phrases import bounds, duration, place_of
 from lockstep.scripts.shared.demo_run import CONFIG, FAULTY, HONEST, RUNS, Trained, faulty_backend
 
@@ -81,8 +81,7 @@ def print_end(console: Console, folder: Path, report: Path, seconds: float) -> N
         f"lockstep parity {config} --candidate {faulty_backend()}",
         f"lockstep report {both}",
     ):
-        # A command is copied: it stays in one line, whatever the width.
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        tell(console, f"  {line}")
 
 
 def open_in_browser(report: Path, console: Console) -> None:
