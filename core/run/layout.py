@@ -11,7 +11,7 @@ CONFIG, INFO, RECORDS, CHECKS, CHECKPOINTS = "config.toml", "run.json", "records
 OBSERVATIONS, CAPSULES, SPIKES, SAVED = "observations", "capsules", "spikes", "checkpoints.jsonl"
 # The evidence of pending checks. A run that goes on removes what a killed run left there.
 EVIDENCE = "evidence"
-# What a message adds where a folder is no run.
+# The end of a message about a folder that is no run.
 LISTED = "lockstep runs lists those below runs/"
 LINES = RECORDS, CHECKS, SAVED
 _OBSERVED = re.compile(r"step_(\d{6,})\.npz")

@@ -110,7 +110,7 @@ def test_the_width_is_stderrs_own_where_stdout_is_a_pipe(monkeypatch: pytest.Mon
     assert max(map(len, terminal.getvalue().splitlines())) <= 50
 
 
-# Who else prints on stderr, and why it needs no lines that fit.
+# Files that print on stderr by themselves, each with the reason for which its lines need not be fitted.
 PRINT = {
     "scripts/commands/parity.py": "its progress, in short lines, on a terminal alone",
     "scripts/shared/needs.py": "for scripts/gpu_check.sh",
