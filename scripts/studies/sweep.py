@@ -25,6 +25,7 @@ from typing import Any
 
 import tyro
 
+from lockstep.core.sweep.page import PAGE as PAGE_NAME
 from lockstep.core.sweep.results import RESULTS
 from lockstep.scripts.studies.browser import open_browser
 from lockstep.scripts.studies.repository import ROOT
@@ -68,7 +69,13 @@ PARTS = (
             *("--backend", f"{PLANTED}:WrongAbove"),
         ),
     ),
-    Part("widths", ("--vary", "optim.peak-lr=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2", "--widths", "32,64", "--jobs", "2")),
+    Part(
+        "widths",
+        (
+            *("--vary", "optim.peak-lr=2e-3,4e-3,8e-3,1.6e-2,3.2e-2,6.4e-2,1.28e-1,2.56e-1"),
+            *("--widths", "32,64", "--jobs", "2"),
+        ),
+    ),
     Part("median, two jobs", (*SPACE, "--trials", "12", *MEDIAN, "--jobs", "2")),
     Part("median, three jobs, killed", (*SPACE, "--trials", "12", *MEDIAN, "--jobs", "3"), kills=2),
     Part("Ray", (*SPACE, "--trials", "12", "--engine", "ray", "--jobs", "2")),
@@ -143,6 +150,9 @@ def take_pictures(folder: Path) -> None:
     with open_browser() as browser:
         browser.theme("light")
         for name, (part, section, height) in PICTURES.items():
+            if not (folder / "sweeps" / part / PAGE_NAME).is_file():
+                print(f"{name} stays: {folder} does not hold the sweep {part}")
+                continue
             browser.size(1300, height)
             browser.go((folder / "sweeps" / part / "sweep.html").as_uri())
             browser.run(_SHORT_PATHS)
@@ -260,6 +270,11 @@ def _widths(one: Mapping[str, Any]) -> str:
         + (
             f" The best of width {', '.join(at_end)} is the last rate tried, so its optimum is not bounded."
             if at_end
+            else " The best rate of every width lies between the first and the last, so the grid encloses it."
+        )
+        + (
+            " An interval has no bounds where the losses leave room for a curve without a minimum."
+            if any(arm["learning_rate"]["low"] is None for arm in one["arms"])
             else ""
         ),
         "| width | best trial's peak-lr | fitted optimum | 95 % interval | trials in the fit |\n|--:|--:|--:|---|--:|",
@@ -289,7 +304,8 @@ def main(page_only: bool = False, pictures: bool = False, folder: Path = Path("s
             )
         for part in PARTS:
             if part.name not in found["parts"]:
-                found["parts"][part.name] = _make(part, folder.resolve())
+                made = {**found["parts"], part.name: _make(part, folder.resolve())}
+                found["parts"] = {one.name: made[one.name] for one in PARTS if one.name in made}
                 ROWS.write_text(json.dumps(found, indent=1) + "\n")
                 print(part.name, f"{found['parts'][part.name]['seconds']:.0f} s", flush=True)
     PAGE.write_text(page(found))
