@@ -5,6 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+import random
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -21,6 +25,7 @@ from lockstep.core.data.sources import list_source
 from lockstep.core.data.tokenizer import load_tokenizer
 from lockstep.parity_tests.data.conftest import settings_for
 from lockstep.parity_tests.data.test_prepare import contents
+from lockstep.parity_tests.repository import REPO
 
 MB = 1 << 20
 
@@ -122,6 +127,35 @@ def test_the_memory_of_reading_does_not_grow_with_the_file(long_files, name):
     before = pa.total_allocated_bytes()
     assert len(list(watched(listing.files[0]))) == (1 if name == "a.txt" else 8500)
     assert most - before < 9 * MB
+
+
+_RESIDENT = """
+import sys
+from lockstep.core.data.documents import read_documents
+from lockstep.core.data.sources import list_source
+
+def peak():
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+
+before = peak()
+for document in read_documents(list_source(sys.argv[1]).files[0], "text"):
+    for _ in document.chunks():
+        pass
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_that_reads_a_long_text_does_not_grow(tmp_path):
+    """Python's own count of memory does not see holes in the heap of the C library."""
+    draw = random.Random(0)
+    with (tmp_path / "a.txt").open("w") as out:
+        while out.tell() < 64 * MB:
+            out.write("words of a text that goes on\n" * draw.randint(100, 10_000) + draw.choice(["数据", "🙂", "é"]))
+    words = [sys.executable, "-c", _RESIDENT, str(tmp_path / "a.txt")]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 1024
 
 
 def test_the_memory_of_encoding_does_not_grow_with_a_document(long_files, prepared, tmp_path):
