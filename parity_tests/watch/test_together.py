@@ -115,7 +115,7 @@ def test_two_ranks_give_one_verdict(case: str, quick: list[Told]) -> None:
 
 
 def test_a_rank_that_checks_alone_goes_on_training(others: list[Told]) -> None:
-    first, second = (rank["checks alone"] for rank in quick)
+    first, second = (rank["checks alone"] for rank in others)
     assert first.startswith("agreed in 2 checks against your own module; step: not judged (not all ranks came to this")
     assert second == "agreed in 1 checks against your own module"
 

@@ -31,7 +31,7 @@ def around_the_update(pending: Pending, now: Read) -> tuple[list[Finding], dict[
     """
     holders = Counter(name for one in pending.before if one for name in one.params)
     begun = {n: w for one in pending.before if one for n, w in one.params.items() if holders[n] == 1}
-    left = pending.params | {n: w for one in pending.after if one for n, w in one.params.items()}
+    left = {**pending.params} | {n: w for one in pending.after if one for n, w in one.params.items()}
     early = [name for name, weight in begun.items() if digest(weight) != digest(pending.params[name])]
     narrowed = [name for name in early if is_narrow(begun[name]) and not is_narrow(pending.params[name])]
     ended: dict[str, bytes] = {}
@@ -75,4 +75,4 @@ def is_narrow(weight: Any) -> bool:
 def digest(weight: Any) -> bytes:
     """Return a digest of a weight's bits; of weights that are cut over ranks, of this rank's part."""
     held: np.ndarray = getattr(weight, "local", weight)
-    return hashlib.blake2b(np.ascontiguousarray(held), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(held).data, digest_size=16).digest()
