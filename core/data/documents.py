@@ -323,6 +323,8 @@ def _check_column(schema: Any, column: str, path: str) -> None:
 
     if column not in schema.names:
         raise UserError(f"{path}: no column {column!r}; there are {', '.join(schema.names)}")
+    if schema.names.count(column) > 1:
+        raise UserError(f"{path}: {schema.names.count(column)} columns have the name {column!r}")
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

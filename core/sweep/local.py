@@ -18,6 +18,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class Engine(Protocol):
     """An executor of a round's trials."""
 
+    def start(self) -> None:
+        """Reach the place where trials run: called once, before the sweep's folder is made.
+
+        Raises UserError if no trial could begin there.
+        """
+        ...
+
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Run each job to its end, and call `ended` of it; call `tick` now and then meanwhile, in this thread.
 
@@ -35,6 +42,9 @@ class Local:
 
     jobs: int = 1
     gpus: int = 0
+
+    def start(self) -> None:
+        """See `Engine`; this machine is there."""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Implement `Engine.run`."""

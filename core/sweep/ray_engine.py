@@ -6,7 +6,6 @@ A trial whose machine was lost is placed again, and goes on from its checkpoint.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UserError
-from lockstep.core.ray_signals import own_sigterm
+from lockstep.core.ray_cluster import LOCAL, reach_ray
 from lockstep.core.sweep.trial import POLL_SECONDS, RESTARTS, End, Job, supervise
 
 # Folder of the sweep for what Ray Tune keeps of a round; nothing is read from it, and it goes when the round ends.
@@ -38,18 +37,11 @@ class OnRay:
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Implement `Engine.run`. Raises UserError if Ray has no room for the trials."""
-        # Ray reports its use, and changes folders, unless it is asked not to before it is loaded.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-        # After Ctrl-C nothing of Tune's starts another Ray.
-        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         import ray
         from ray import tune
 
         if not ray.is_initialized():
-            self._start(ray)
-        self._require_room(ray)
+            self.start()
         made: list[Any] = []
         failed: list[BaseException] = []
         scratch = self.folder / SCRATCH
@@ -90,22 +82,18 @@ class OnRay:
         for result in made:
             ended(jobs[result.config["number"]], _end(result))
 
-    def _start(self, ray: Any) -> None:
-        if not self.address:
-            # Ray's workers have a low priority, so that they leave a machine to its head and its user. Here they are
-            # the trials that the user waits for, as the processes of the local engine are.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-        try:
-            with own_sigterm():
-                ray.init(
-                    address=self.address or "local",
-                    include_dashboard=None if self.address else False,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
-            raise UserError(f"cannot reach {where}: {error}") from error
+    def start(self) -> None:
+        """See `Engine`."""
+        # Ray tells of its use, and changes folders, unless it is asked not to before it is loaded.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+        # After Ctrl-C nothing of Tune's starts another Ray.
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+        import ray
+
+        reach_ray(ray, self.address or LOCAL)
+        self._require_room(ray)
 
     def _require_room(self, ray: Any) -> None:
         found = ray.cluster_resources()

@@ -42,6 +42,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "jobs": ((*RATES, "--jobs", "-1"), "jobs = -1: at least 0"),
     "an engine": ((*RATES, "--engine", "slurm"), "engine = 'slurm': input should be 'local' or 'ray'"),
     "an address": ((*RATES, "--ray-address", "auto"), "ray_address: only with --engine ray"),
+    "no Ray there": (
+        (*RATES, "--engine", "ray", "--ray-address", "127.0.0.1:1"),
+        "cannot reach Ray at 127.0.0.1:1: Connection refused",
+    ),
     "no such backend": ((*RATES, "--backend", "nowhere.py:Mine"), "no such file: nowhere.py"),
     "no module of a backend": ((*RATES, "--backend", "no_such:Mine"), "no_such:Mine: there is no module no_such"),
     "no data": (

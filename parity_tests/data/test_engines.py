@@ -37,6 +37,10 @@ class Lost(Exception):
     """The loss of a worker."""
 
 
+class Ended(Exception):
+    """The end of the Ray that the command is a part of."""
+
+
 class StandIn(ModuleType):
     """Ray as far as the engine uses it; tasks are computed when they are asked for, the last one first.
 
@@ -106,6 +110,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, lost: dict[Any, int] | None = None
     ray, exceptions = StandIn(lost), ModuleType("ray.exceptions")
     for name in ("NodeDiedError", "ObjectLostError", "OutOfMemoryError", "WorkerCrashedError"):
         setattr(exceptions, name, type(name, (Lost,), {}))
+    exceptions.RayError = Ended  # type: ignore[attr-defined]
     exceptions.WorkerCrashedError = Lost  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
@@ -132,6 +137,18 @@ def test_a_part_that_costs_every_worker_ends_it(monkeypatch: pytest.MonkeyPatch,
     with RayTasks(3) as engine, pytest.raises(UserError, match="4 workers in turn were lost with the same part"):
         list(engine.map(double, range(9), tmp_path))
     assert len(ray.cancelled) == 2 and not list(tmp_path.iterdir())
+
+
+def test_the_end_of_ray_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = stand_in(monkeypatch)
+
+    def get(ref: int) -> Any:
+        raise Ended
+
+    monkeypatch.setattr(ray, "get", get)
+    with RayTasks(2) as engine, pytest.raises(UserError, match=r"Ray ended before .* was done \(Ended\); run the com"):
+        list(engine.map(double, range(9), tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_the_user_must_mend_ends_it_and_what_is_at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def test_parquet_columns_are_checked(tmp_path):
         read_all(tmp_path)
     with pytest.raises(UserError, match="must hold text, it holds int64"):
         read_all(tmp_path, "n")
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="2 columns have the name 'text'"):
+        read_all(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "nowhere/*.txt", "."])

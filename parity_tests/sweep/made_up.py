@@ -53,6 +53,9 @@ class MadeUp:
     loss: Callable[[RunConfig], float] = final_loss
     made: list[str] = field(default_factory=list)
 
+    def start(self) -> None:
+        """Reach nothing."""
+
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Write each run as far as its pruner lets it come."""
         for job in self.order(jobs):

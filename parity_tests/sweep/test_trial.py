@@ -226,7 +226,9 @@ def test_ray_starts_with_workers_of_usual_priority_and_leaves_sigterm(
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        ray_engine.OnRay(Path(), address=address)._start(SimpleNamespace(init=init))
+        cluster = SimpleNamespace(init=init, cluster_resources=lambda: {"CPU": 2.0})
+        monkeypatch.setitem(sys.modules, "ray", cluster)
+        ray_engine.OnRay(Path(), address=address).start()
         assert seen == [niceness] and signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -97,9 +97,11 @@ def main(argv: list[str]) -> int:
     check_points(plan, options.config, given)
     _check_data(plan, options.config, given)
     _check_backend(options.backend)
+    engine = _engine(options, folder)
+    engine.start()
     write_plan(folder, plan)
     with Sweep(folder, plan) as sweep, terminated_as_interrupted():
-        return _run(sweep, _engine(options, folder), options, argv)
+        return _run(sweep, engine, options, argv)
 
 
 def _check(options: SweepOptions) -> None:

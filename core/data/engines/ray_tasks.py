@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import os
 import socket
 from collections import Counter, deque
@@ -16,7 +14,7 @@ from lockstep.core.data.encode import limit_threads
 from lockstep.core.data.engines.engine import Part, Result
 from lockstep.core.errors import UserError
 from lockstep.core.files.shared_folder import sees, sources_fingerprint, token
-from lockstep.core.ray_signals import own_sigterm
+from lockstep.core.ray_cluster import LOCAL, reach_ray
 from lockstep.core.versions import version_of
 
 # A part that costs its worker this often is at fault itself: it needs more memory than there is, or crashes a library.
@@ -24,9 +22,6 @@ MOST_ATTEMPTS = 4
 # Ray's own store for what travels between processes; parts and results are small, and 75 MiB is the least it takes.
 _LOCAL_STORE_BYTES = 128 << 20
 _CANCEL_SECONDS = 5.0
-_CONNECT_SECONDS = 5.0
-# The folder that the package was imported from: not resolved, as a checkout's package is made of links.
-_ABOVE_LOCKSTEP = Path(__file__).absolute().parents[4]
 
 
 class RayTasks:
@@ -49,7 +44,7 @@ class RayTasks:
         """
         self.redone = 0
         self._workers = workers
-        self._address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self._address = address or os.environ.get("RAY_ADDRESS") or LOCAL
         self._ray: Any = None
 
     def __enter__(self) -> Self:
@@ -76,7 +71,7 @@ class RayTasks:
         if not parts:
             return
         ray = self._connect()
-        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
+        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayError, WorkerCrashedError
 
         # Ray's own retries would not be counted, and do not end for a part that runs out of memory.
         compute = ray.remote(num_cpus=1, max_retries=0)(_compute)
@@ -102,6 +97,9 @@ class RayTasks:
                             self.redone += 1
                             waiting.appendleft(number)
                             continue
+                        except RayError as error:
+                            # The Ray of the command's own machine is gone, for one.
+                            raise UserError(_ray_ended(error, folder)) from error
                         if isinstance(answer, UserError):
                             raise answer
                         yield number, answer
@@ -118,29 +116,8 @@ class RayTasks:
                 raise UserError(
                     "the engine ray needs Ray, which is not installed: pip install 'lockstep[ray]'"
                 ) from None
-            _require_open_port(self._address)
-            if self._address == "local":
-                # Ray's workers have a low priority, so that they leave a machine to its head and its user. Here they
-                # are what the user waits for, as the processes of the other engine are.
-                os.environ.setdefault("RAY_worker_niceness", "0")
-                cpus = self._workers or os.cpu_count() or 1
-                more: dict[str, Any] = {
-                    "num_cpus": cpus,
-                    "include_dashboard": False,
-                    "object_store_memory": _LOCAL_STORE_BYTES,
-                }
-            else:
-                more = {}
-            try:
-                # Ray's workers look for modules first in the folder that this call is made in. From a folder of the
-                # user's they could load anybody's modules; from this one they load Lockstep.
-                with contextlib.chdir(_ABOVE_LOCKSTEP), own_sigterm():
-                    ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, **more)
-            except Exception as error:
-                # No address, another version of Ray or Python, a wrong token, a machine that is too busy: for each Ray
-                # has another exception, down to a plain Exception.
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise UserError(f"cannot reach Ray at {self._address}: {first}") from error
+            cpus = self._workers or os.cpu_count() or 1
+            reach_ray(ray, self._address, num_cpus=cpus, object_store_memory=_LOCAL_STORE_BYTES)
             self._ray = ray
         return self._ray
 
@@ -197,19 +174,15 @@ def _versions() -> str:
     return ", ".join(f"{package} {version_of(package)}" for package in ("tokenizers", "pyarrow"))
 
 
+def _ray_ended(error: BaseException, folder: Path) -> str:
+    return (
+        f"Ray ended before the work in {folder} was done ({type(error).__name__}); "
+        "run the command again to go on from here"
+    )
+
+
 def _lost(error: BaseException, folder: Path) -> str:
     return (
         f"{MOST_ATTEMPTS} workers in turn were lost with the same part of the work in {folder} "
         f"({type(error).__name__}; out of memory?); run the command again to go on from here, with fewer workers"
     )
-
-
-def _require_open_port(address: str) -> None:
-    """Raise UserError if nothing answers at HOST:PORT: Ray would try for minutes, then end this process."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise UserError(f"cannot reach Ray at {address}: {error.strerror or error}") from error
