@@ -36,7 +36,8 @@ _TAIL = 1 << 16
 class Job:
     """A trial to make, as plain data: it may be sent to another machine that sees the same folders.
 
-    run: its directory. words: after `lockstep`, to begin it; resume: to go on with it. rule: how it is pruned.
+    run, log: its directory and what it prints, below `folder` where they are relative. words: after `lockstep`, to
+    begin it; resume: to go on with it. rule: how it is pruned.
     validated: whether it has a validation loss. environment: variables that are set, or taken away where None.
     """
 
@@ -98,7 +99,8 @@ def supervise(job: Job, stop: Callable[[], bool]) -> End:
 
     A process that an earlier sweep left behind, and that still writes the run, is waited for.
     """
-    run = Path(job.run)
+    # A worker of Ray runs in the folder that its machine's Ray was started in.
+    run = Path(job.folder, job.run)
     restarts = 0
     while True:
         if not _wait_until_free(run, stop):
@@ -111,7 +113,7 @@ def supervise(job: Job, stop: Callable[[], bool]) -> End:
             return End(failure="a parity check disagreed, and the run stopped" if alarmed else "", restarts=restarts)
         if stop():
             return End(stopped=True, restarts=restarts)
-        reason = _reason(Path(job.log)) if code == COULD_NOT else ""
+        reason = _reason(Path(job.folder, job.log)) if code == COULD_NOT else ""
         # A process of an earlier sweep that was still loading took the run meanwhile.
         if code == COULD_NOT and not any(words in reason for words in TAKEN):
             return End(failure=reason, restarts=restarts)
@@ -135,9 +137,9 @@ def _train(job: Job, words: Sequence[str], stop: Callable[[], bool]) -> tuple[in
     environment = {**os.environ, **{k: v for k, v in job.environment.items() if v is not None}}
     for name in (name for name, value in job.environment.items() if value is None):
         environment.pop(name, None)
-    log = Path(job.log)
+    log = Path(job.folder, job.log)
     log.parent.mkdir(parents=True, exist_ok=True)
-    records = Records(Path(job.run) / RECORDS)
+    records = Records(Path(job.folder, job.run) / RECORDS)
     given_up = told = False
     with log.open("ab") as out:
         out.write(f"$ lockstep {shlex.join(words)}\n".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -104,6 +105,21 @@ def test_one_whose_run_was_taken_meanwhile_is_waited_for(job: Job, script: Calla
 def test_a_run_that_an_alarm_stopped_does_not_go_on(job: Job, script: Callable[..., list[Sequence[str]]]) -> None:
     script((lambda: _run(job), 1))
     assert supervise(job, never).failure == "a parity check disagreed, and the run stopped"
+
+
+def test_a_trial_is_found_from_any_folder(
+    job: Job, script: Callable[..., list[Sequence[str]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A worker of Ray runs in the folder that its machine's Ray was started in."""
+    words = script((nothing, 0))
+    _run(job, finished=True)
+    with RunDir.open(Path(job.run), write=True) as run:
+        run._records.append({"step": CONFIG.train.steps, "loss": 4.0, "metrics": {"val/loss": 4.0}})  # type: ignore[union-attr]
+    above = Path(job.run).parent
+    elsewhere = replace(job, run=Path(job.run).name, log="log.txt", folder=str(above))
+    with contextlib.chdir(tmp_path_factory.mktemp("elsewhere")):
+        assert supervise(elsewhere, never) == End() and words == []
+        assert not list(Path().iterdir())
 
 
 def test_a_finished_trial_is_left_alone(job: Job, script: Callable[..., list[Sequence[str]]]) -> None:
