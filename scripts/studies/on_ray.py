@@ -26,7 +26,7 @@ from lockstep.core.errors import UserError
 
 def workers_at_work(root: int) -> list[int]:
     """Return the process ids of Ray's workers below the process `root` that are computing a part."""
-    return [process for process in _below(root) if _title(process).startswith("ray::_compute")]
+    return [process for process in below(root) if title(process).startswith("ray::_compute")]
 
 
 def kill_one(root: int, number: int) -> int:
@@ -37,7 +37,7 @@ def kill_one(root: int, number: int) -> int:
             process = at_work[number % len(at_work)]
             # A stopped process does not end its part between its last test and its death.
             os.kill(process, signal.SIGSTOP)
-            if _title(process).startswith("ray::_compute"):
+            if title(process).startswith("ray::_compute"):
                 os.kill(process, signal.SIGKILL)
                 return process
             os.kill(process, signal.SIGCONT)
@@ -76,7 +76,8 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**found, "written": written, "kept": kept, "killed": killed}
 
 
-def _below(root: int) -> Iterator[int]:
+def below(root: int) -> Iterator[int]:
+    """Yield the process ids of all processes that descend from `root`."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -90,7 +91,8 @@ def _below(root: int) -> Iterator[int]:
         yield from children
 
 
-def _title(process: int) -> str:
+def title(process: int) -> str:
+    """Return a process's command line, as it stands in /proc; empty if there is no such process."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text(errors="replace")
     except OSError:
