@@ -19,7 +19,7 @@ class Engine(Protocol):
     """An executor of a round's trials."""
 
     def start(self) -> None:
-        """Reach the place where trials run: called once, before the sweep's folder is made.
+        """Connect to the place where trials run: called once, before the sweep's folder is made.
 
         Raises UserError if no trial could begin there.
         """
@@ -44,7 +44,7 @@ class Local:
     gpus: int = 0
 
     def start(self) -> None:
-        """See `Engine`; this machine is there."""
+        """Implement `Engine.start`: this machine needs nothing."""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
         """Implement `Engine.run`."""

@@ -83,8 +83,8 @@ class OnRay:
             ended(jobs[result.config["number"]], _end(result))
 
     def start(self) -> None:
-        """See `Engine`."""
-        # Ray tells of its use, and changes folders, unless it is asked not to before it is loaded.
+        """Implement `Engine.start`: connect to the Ray of `address`, or start one."""
+        # Ray reports its use, and changes folders, unless these are set before it is loaded.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
         os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")

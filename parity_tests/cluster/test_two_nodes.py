@@ -87,7 +87,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Nodes]]:
     cluster = Cluster()
 
     def start(cpus: int) -> Nodes:
-        few = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        few: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
         both = [cluster.add_node(num_cpus=count, **few) for count in (1, cpus)]
         first, second = (node.all_processes["raylet"][0].process.pid for node in both)
         return Nodes(cluster.address, (first, second))
@@ -179,8 +179,10 @@ def test_parts_of_a_lost_node_that_are_not_computed_again_are_missed(
     assert not (tmp_path / "out/index.json").exists()
 
 
-SWEEP = ("--vary", "optim.peak-lr=1e-3,3e-3", "--threads", "1", "--train.steps", "60", "--optim.warmup-steps", "2")
-SWEEP += ("--eval.every", "10", "--checkpoint.every", "5", "--precision.policy", "fp32")
+SWEEP = [
+    *("--vary", "optim.peak-lr=1e-3,3e-3", "--threads", "1", "--train.steps", "60", "--optim.warmup-steps", "2"),
+    *("--eval.every", "10", "--checkpoint.every", "5", "--precision.policy", "fp32"),
+]
 
 
 def test_a_sweep_over_two_nodes_loses_one_and_no_result(nodes: Callable[[int], Nodes], tmp_path: Path) -> None:

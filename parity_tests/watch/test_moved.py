@@ -115,7 +115,7 @@ def test_a_change_before_every_step_is_found_in_the_next_check() -> None:
 
 
 def test_a_change_before_a_check_that_was_not_due_is_not_seen() -> None:
-    """Nothing was kept before a check that the loop asks for itself."""
+    """Nothing was kept before a check of `check=True`."""
     torch.manual_seed(0)
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

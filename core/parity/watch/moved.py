@@ -26,8 +26,8 @@ Read = Callable[[str], Any]
 def around_the_update(pending: Pending, now: Read) -> tuple[list[Finding], dict[str, bytes]]:
     """Compare the weights at the block's begin and end with those around the optimizers' own steps.
 
-    now: reads a weight by name at the block's end. Returns the findings, and a digest of each weight at the end. Of
-    weights that two optimizers hold, the end alone is compared.
+    now: reads a weight by name at the block's end. Returns the findings, and a digest of each weight at the end. Where
+    two optimizers hold a weight, only its value at the end is compared.
     """
     holders = Counter(name for one in pending.before if one for name in one.params)
     begun = {n: w for one in pending.before if one for n, w in one.params.items() if holders[n] == 1}
