@@ -154,10 +154,10 @@ def usage() -> str:
 
 def main() -> None:
     """Run the `lockstep` command."""
-    # None if it was closed, and not every library knows of that.
     # Processes that are started from here import nothing from the folder in which the command was called.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     own_inductor_cache()
+    # A stream that was closed is None, and not every library knows of that.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal's encoding lacks are escaped, as Python does on stderr.

@@ -185,6 +185,9 @@ def _check_settings(settings: PrepareSettings) -> None:
         )
     if settings.shard_tokens < 1 or settings.workers < 1:
         raise UserError(f"shard_tokens {settings.shard_tokens} and workers {settings.workers} must be at least 1")
+    out = Path(settings.out).expanduser()
+    if settings.source is not None and Path(settings.source).expanduser().resolve() == out.resolve():
+        raise UserError(f"{out} is the source and the folder to prepare: give another folder for the shards")
 
 
 def _make_folder(folder: Path) -> None:
