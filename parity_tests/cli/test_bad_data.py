@@ -81,7 +81,7 @@ UNPREPARABLE = [
     ("--data.source source.txt --data.tokenizer nowhere.json", "x", "cannot read the tokenizer nowhere.json"),
     ("--data.source source.txt --model.vocab-size 10", "text", "vocab_size 10 is too small; 257 is the least"),
     ("--data.source source.txt --data.path /proc/nowhere", "text", "cannot make the folder /proc/nowhere"),
-    ("--data.source source.txt --data.path source.txt", "text", "cannot make the folder"),
+    ("--data.source source.txt --data.path source.txt", "text", "source.txt is the source and the folder to prepare"),
     ("--data.source source.txt --data.val-fraction 1", "text", "data.val_fraction = '1'"),
 ]
 

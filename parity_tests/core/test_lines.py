@@ -103,10 +103,12 @@ def test_the_width_is_stderrs_own_where_stdout_is_a_pipe(monkeypatch: pytest.Mon
         def fileno(self) -> int:
             return 2
 
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal := Narrow())
-    monkeypatch.setattr(os, "get_terminal_size", lambda number: {2: os.terminal_size((50, 24))}[number])
-    complain(PROSE)
+    # Undone before pytest itself reports the test, and asks for the width of stdout.
+    with monkeypatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        patch.setattr(sys, "stderr", terminal := Narrow())
+        patch.setattr(os, "get_terminal_size", lambda number: {2: os.terminal_size((50, 24))}[number])
+        complain(PROSE)
     assert max(map(len, terminal.getvalue().splitlines())) <= 50
 
 
