@@ -103,7 +103,7 @@ def test_the_width_is_stderrs_own_where_stdout_is_a_pipe(monkeypatch: pytest.Mon
         def fileno(self) -> int:
             return 2
 
-    # Undone before pytest itself reports the test, and asks for the width of stdout.
+    # Undone before pytest reports the test: its report needs the width of stdout.
     with monkeypatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         patch.setattr(sys, "stderr", terminal := Narrow())
