@@ -16,9 +16,7 @@ from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.watch import judge
 from lockstep.core.parity.watch.listen import Pending
 
-BASIS = (
-    "weights change in optimizer.step() alone; for a loop that changes them itself there is watch(weights_change=True)"
-)
+BASIS = "weights change in optimizer.step() alone; a loop that changes them itself declares weights_change=True"
 
 Read = Callable[[str], Any]
 
