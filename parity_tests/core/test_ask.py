@@ -11,7 +11,7 @@ import pytest
 from lockstep.core import backend, capabilities
 from lockstep.core.backend import NotSupported
 from lockstep.core.capabilities import Candidate, HasRandomState, Loads, UsesMemory, ask
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 ASKED = {"session", "own", "candidate", "reference", "backend"}
 
@@ -67,7 +67,7 @@ def test_nobody_asks_in_another_way():
         f"{path.relative_to(REPO)}:{line}"
         for folder in ("core", "scripts", "torch_backend", "jax_backend")
         for path in sorted(Path(REPO / folder).rglob("*.py"))
-        for line in other_ways(ast.parse(path.read_text(encoding="utf-8")))
+        for line in other_ways(parsed(path.read_text(encoding="utf-8")))
     ]
     # The module of a candidate's file is searched for what can open sessions, before there is a backend.
     assert [place for place in found if not place.startswith("core/load_backend.py")] == []

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from lockstep.core.sinks.lines import announce, complain, fitted
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 WIDTH = 80
 PROSE = "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr, which is the highest learning rate?"
@@ -121,7 +121,7 @@ PRINT = {
 
 def printing_on_stderr(source: str) -> list[int]:
     """Return the lines of calls with `file=sys.stderr`."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call))
     return [
         call.lineno
         for call in calls

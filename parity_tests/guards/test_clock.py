@@ -12,7 +12,7 @@ import pytest
 
 import lockstep.core.train.loop
 from lockstep.parity_tests.loop.runs import STEPS, Folder
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 Straight = Callable[[str], Folder]
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
@@ -59,7 +59,7 @@ def wall_clock(source: str) -> list[int]:
     asked = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
     return [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, (ast.Name, ast.Attribute))
         and ((node.value.id if isinstance(node.value, ast.Name) else node.value.attr), node.attr) in asked

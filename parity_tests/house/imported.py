@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from lockstep.parity_tests.repository import parsed
+
 OWN = "lockstep"
 
 
@@ -38,7 +40,7 @@ def _imports_in(source: str) -> tuple[tuple[str, bool], ...]:
                 yield from ((f"{child.module}.{alias.name}", inside) for alias in child.names)
             yield from walk(child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
 
-    return tuple(walk(ast.parse(source), False))
+    return tuple(walk(parsed(source), False))
 
 
 def is_third_party(module: str) -> bool:

@@ -15,7 +15,7 @@ from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
 from lockstep.core.components.precision import FORMATS, POLICIES
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 REGISTRIES = (LOSS_HEADS, ATTENTION_KERNELS, OPTIMIZERS, POLICIES)
@@ -69,7 +69,7 @@ def begins(node: ast.Call) -> bool:
 
 def found(source: str) -> Iterator[int]:
     """Lines that compare, match, look up or list names of choices."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Compare):
             if held(node) and texts(node) & NAMES:
                 yield node.lineno

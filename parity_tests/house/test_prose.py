@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 ROOMS = ("core", "torch_backend", "jax_backend", "scripts", "lockstep", "parity_tests", "docs")
 # A sentence that begins with one of these has its subject late: "Of the rest one is measured", "What differs is told".
@@ -92,7 +92,7 @@ def is_property(node: ast.AST) -> bool:
 def misbegun(source: str) -> list[tuple[int, str]]:
     """Return (line, first words) of each docstring of a function without a verb, or of a class without a subject."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         if not (words := (ast.get_docstring(node) or "").split()):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.repository import REPO
+from lockstep.parity_tests.repository import REPO, parsed
 
 # Names like `lockstep.core.errors` and `lockstep.torch_backend.session:TorchBackend`; a sentence is not one.
 NAME = re.compile(r"lockstep\.(\w+)(\.\w+)*\.?(:\w*)?")
@@ -28,7 +28,7 @@ def forbidden_names(root: Path) -> set[tuple[str, str]]:
     found = set()
     for package, forbidden in FORBIDDEN.items():
         for path in sorted((root / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     name = NAME.fullmatch(node.value)
                     if name and name[1] in forbidden:
