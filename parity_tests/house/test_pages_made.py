@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.config.file import settings
+from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts.docs import pictures, settings_page
 from lockstep.scripts.docs.pages import DOCS
 from lockstep.scripts.docs.site_links import _inside, on_page_content
+from lockstep.scripts.studies import calibration_page
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -29,6 +32,27 @@ def test_the_page_of_settings_is_what_the_configuration_says() -> None:
     assert written == settings_page.page()
     for key in settings():
         assert f"| `{key.rpartition('.')[2]}` |" in written
+
+
+def test_the_page_of_calibration_is_that_of_the_table_in_force() -> None:
+    """Else: python -m lockstep.scripts.studies.calibrate --page."""
+    table = json.loads(calibrated_bounds.TABLE.read_text(encoding="utf-8"))
+    written = (DOCS / "results/calibration.md").read_text(encoding="utf-8")
+    _, heading, text = calibration_page.page(table, "made", "draws").partition("## How a bound follows")
+    assert text and written.endswith(heading + text)
+    assert (DOCS / "results/calibration.csv").read_text(encoding="utf-8") == calibration_page.rows(table)
+    assert calibration_page.measured(table) == [one for one in calibration_page.RECIPES if one in table["recipes"]]
+    kinds = sum(len(table["recipes"][recipe]) for recipe in calibration_page.measured(table))
+    assert len(calibration_page.rows(table).splitlines()) == 1 + kinds
+
+
+def test_a_held_out_run_that_is_accused_is_counted() -> None:
+    table = json.loads(calibrated_bounds.TABLE.read_text(encoding="utf-8"))
+    held_out = table["held_out"]["bf16/eager"]
+    draws = sum(row["draws"] for row in held_out.values())
+    assert f" | {draws:,} | 0 |" in calibration_page.page(table, "made", "draws")
+    held_out["forward/q"]["accused"] += 3
+    assert f" | {draws:,} | 3 |" in calibration_page.page(table, "made", "draws")
 
 
 @pytest.mark.parametrize("picture", ["cost.svg", "idea.svg", "rooms.svg", "verdict.svg"])

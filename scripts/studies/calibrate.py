@@ -1,10 +1,11 @@
-"""Measure clean runs; write core/parity/measures/calibrated_bounds.json and docs/results/calibration.md.
+"""Measure clean runs; write core/parity/measures/calibrated_bounds.json and the page docs/results/calibration.md.
 
     python -m lockstep.scripts.studies.calibrate                     all recipes
     python -m lockstep.scripts.studies.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
     python -m lockstep.scripts.studies.calibrate --parts muon        the bounds of Muon alone, into what is there
     python -m lockstep.scripts.studies.calibrate tf32/eager --device cuda   TF32, which CPUs do not have
     python -m lockstep.scripts.studies.calibrate bf16/eager --add    what norms hide alone, into the rows that are there
+    python -m lockstep.scripts.studies.calibrate --page              the page and its CSV alone, from what is there
 
 Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
 truth, at initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never
@@ -46,9 +47,11 @@ from lockstep.core.parity.measures import calibrated_bounds, here
 from lockstep.core.parity.measures.calibrated_bounds import Extremes
 from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.peak_bounds import Sharp
-from lockstep.core.parity.measures.scatter import SCATTER_SIZE, scatter
+from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.parity.reference.stages import chain, forward_stages
+from lockstep.scripts.studies import calibration_page
+from lockstep.scripts.studies.calibration_page import RECIPES
 from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, of_family, open_reference
 from lockstep.scripts.studies.samples import Checks, Sample, kept
 
@@ -61,11 +64,8 @@ Part = Literal[
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 ON_CPU: tuple[Part, ...] = ("step", "families", "casts", "plans", "adamw8bit", "muon", "torch_head")
-POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
-RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
 CALIBRATION_DRAWS, HELD_OUT_DRAWS = range(30), range(1000, 1008)
 SEEDS, CHECKS, BETWEEN = 2, 5, 6
-LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
 
 Job = tuple[str, int, Part, str, Path | None]
 
@@ -221,81 +221,22 @@ def write_table(table: dict[str, Any], path: Path) -> None:
     calibrated_bounds.table.cache_clear()
 
 
-def page(table: dict[str, Any]) -> str:
-    """Return docs/results/calibration.md."""
-    lines = [
-        "# Calibration: what clean runs look like",
-        "",
+def write_page(table: dict[str, Any]) -> None:
+    """Write docs/results/calibration.md and calibration.csv."""
+    made = (
         f"Made by `python -m lockstep.scripts.studies.calibrate` with torch {torch.__version__.split('+')[0]} on "
-        f"{platform.machine()} "
-        f"({platform.system()}), CPU.",
-        f"{len(CALIBRATION_DRAWS)} random model and batch shapes for the bounds and {len(HELD_OUT_DRAWS)} others held "
-        f"out, {SEEDS} runs each, {CHECKS} checked steps a run with {BETWEEN} training steps in between, uneven loss "
-        "weights, real text as bytes (scripts/studies/clean_runs.py). Stages that no Llama has: 16 shapes of four "
-        "families (gpt2, qwen3, mistral, gemma2) and four held out, 2026-11-27.",
-        "",
-        f"A bound is the calibration's extreme times {calibrated_bounds.MARGIN:g} on the logarithm of the excess, on "
-        "the distance "
-        f"and on the gain, and never below excess ×/÷ {calibrated_bounds.LEAST_EXCESS}, distance "
-        f"{calibrated_bounds.LEAST_DISTANCE}, gain "
-        f"{calibrated_bounds.LEAST_GAIN} of the twin's error, nor, where results stay in FP32, below "
-        f"{calibrated_bounds.LEAST_OF_SUMS:g} in "
-        "excess and distance. All are those of a large tensor; for one of n numbers "
-        f"distance, gain and the logarithm of the excess are wider by √(1 + {SCATTER_SIZE} / n). "
-        f"The margin of end-to-end comparisons is {calibrated_bounds.MARGIN_END_TO_END:g}. "
-        "`forward/…` and `backward/…` are local; the distance of `bridge/…` is that "
-        "between the gradients of the program that trains and of the tapped one. Locally, the bound on the gain is at "
-        "least half that on the distance.",
-        "",
-        "Below each table stands what norms hide (core/parity/measures/peak_bounds.py): the largest single difference "
-        "from the twin in units of the largest error of the twin, the same of rows and columns, the error of length "
-        "with each row weighted by the precision of the twin in it, and the share of unequal elements. Where a row is "
-        "there, its distance is held to the sharper of both bounds. `draws` counts comparisons: of a recipe with "
-        "fewer, fewer shapes were run.",
-        "",
-    ]
-    for recipe in RECIPES:
-        if recipe in table["recipes"] and recipe in table["held_out"]:
-            lines += _section(recipe, table["recipes"][recipe], table["held_out"][recipe])
-    return "\n".join(lines)
-
-
-def _section(recipe: str, clean: dict[str, Any], held_out: dict[str, Any]) -> list[str]:
-    wrong, draws = sum(h["accused"] for h in held_out.values()), sum(h["draws"] for h in held_out.values())
-    lines = [
-        f"## {recipe}",
-        "",
-        f"Held-out draws: {wrong} of {draws} clean comparisons accused.",
-        "",
-        "| kind | draws | excess ×/÷ | bound | distance | bound | gain / twin's error | bound "
-        "| held out: excess ×/÷, accused |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for kind, c in clean.items():
-        h, limit = held_out.get(kind), calibrated_bounds.limits(recipe, kind, LARGE)
-        apart = f"{math.exp(h['log_excess']):.3f}, {h['accused']} of {h['draws']}" if h else ""
-        lines.append(
-            f"| {kind} | {c['draws']} "
-            f"| {math.exp(c['log_excess']):.3f} | {limit.excess:.3f} "
-            f"| {c['distance']:.3f} | {limit.distance:.3f} | {c['gain']:.3f} | {limit.gain:.3f} | {apart} |"
-        )
-    return [*lines, "", *_sharp_rows(recipe, clean)]
-
-
-def _sharp_rows(recipe: str, clean: dict[str, Any]) -> list[str]:
-    rows = {kind: calibrated_bounds.Extremes.from_json(row).sharp for kind, row in clean.items()}
-    if not any(rows.values()):
-        return []
-    lines = [
-        "| kind | draws | result | distance | element | row | column | row gain | unequal, at least |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for kind, s in rows.items():
-        if s is not None:
-            values = s.distance, s.largest, s.row, s.column, s.row_gain, s.unequal
-            told = " | ".join(f"{value:.2g}" for value in values)
-            lines.append(f"| {kind} | {s.draws} | {calibrated_bounds.result_of(recipe, kind)} | {told} |")
-    return [*lines, ""]
+        f"{platform.machine()} ({platform.system()}), CPU."
+    )
+    draws = (
+        f"{len(CALIBRATION_DRAWS)} random shapes of model and batch give the bounds, and {len(HELD_OUT_DRAWS)} others "
+        f"are held out. Each has {SEEDS} runs of {CHECKS} checked steps, with {BETWEEN} training steps between two "
+        "checks, uneven loss weights and real text as bytes (scripts/studies/clean_runs.py). Stages that no Llama has "
+        "come from 16 shapes of four families (gpt2, qwen3, mistral, gemma2), and four held out, 2026-11-27. Kinds "
+        "with fewer comparisons had fewer shapes."
+    )
+    results = ROOT / "docs/results"
+    (results / "calibration.md").write_text(calibration_page.page(table, made, draws))
+    (results / "calibration.csv").write_text(calibration_page.rows(table))
 
 
 @dataclass
@@ -320,11 +261,16 @@ class Calibrate:
     """random shapes for the bounds"""
     held_out: int = len(HELD_OUT_DRAWS)
     """others that are held out"""
+    page: bool = False
+    """measure nothing; write the page and its CSV from the table of the package"""
 
 
 def main() -> None:
     """Measure, then write the table and the page after each recipe."""
     options = tyro.cli(Calibrate)
+    if options.page:
+        write_page(read_table(TABLE))
+        return
     os.environ[here.FOLDER] = "off"
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
@@ -354,7 +300,7 @@ def main() -> None:
             keep(table["held_out"], recipe, parts, measured)
             write_table(table, options.table)
             if options.table == TABLE:
-                (ROOT / "docs/results/calibration.md").write_text(page(table))
+                write_page(table)
             print(
                 f"{recipe}: {time.perf_counter() - started:.0f} s, "
                 f"{sum(wrong.values())}/{len(held_out)} held out accused",
