@@ -126,11 +126,10 @@ def test_a_processor_has_memory_alone(capsys):
     assert "steady" in out and "tokens/s  " not in out and "MFU" not in out
 
 
-def test_the_page_s_estimates_are_these():
+def test_the_pages_estimates_are_these():
     """Else: python -m lockstep.scripts.studies.plan_check --estimates."""
-    page = plan_check.PAGE.read_text()
     for name, text in plan_check.estimates().items():
-        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in page
+        assert f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->" in plan_check.PAGES[name].read_text()
 
 
 def test_thousands_of_layers_are_planned_as_one():

@@ -1,7 +1,7 @@
 """The estimated peak of a forward and backward pass is within 10 % of what the CPU's allocator reports.
 
 10 % is what was promised; scripts/studies/plan_check.py measures many more cases, eager and compiled
-(docs/guide/plan.md).
+(docs/results/plan_cpu.md).
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Measure what `lockstep plan` estimates, on the CPU, and write docs/guide/plan.md's tables.
+"""Measure what `lockstep plan` estimates, on the CPU, and write its tables: docs/results/plan_cpu.md and others.
 
 Run it as `python -m lockstep.scripts.studies.plan_check`.
 
@@ -23,7 +23,13 @@ from lockstep.scripts.studies.repository import ROOT
 from lockstep.torch_backend.tools.plan import measured_peak
 
 ALLOWED = 0.10
-PAGE = ROOT / "docs/guide/plan.md"
+# Section → the page that has it, between two marks.
+PAGES = {
+    "measured": ROOT / "docs/results/plan_cpu.md",
+    "savings": ROOT / "docs/results/plan_published.md",
+    "published": ROOT / "docs/results/plan_published.md",
+    "stages": ROOT / "docs/guide/plan.md",
+}
 BASE = {
     "device": "cpu",
     "model.vocab_size": "2048",
@@ -89,7 +95,7 @@ def in_words(settings: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Measure every case; the table goes to docs/guide/plan.md."""
+    """Measure every case; the table goes to docs/results/plan_cpu.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose words contain this; the page is not written")
     parser.add_argument("--estimates", action="store_true", help="measure nothing; write the tables of estimates")
@@ -118,7 +124,7 @@ def main() -> int:
 
 
 def estimates() -> dict[str, str]:
-    """Return the page's sections that nothing is measured for."""
+    """Return the sections of PAGES for which nothing is measured."""
     config = load_config(ROOT / "configs/llama-1b.toml")
     return {
         "savings": markdown(words.SAVED, words.saving_rows(config)),
@@ -158,13 +164,12 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write(sections: dict[str, str]) -> None:
-    """Write sections between their marks in docs/guide/plan.md."""
-    page = PAGE.read_text()
+    """Write sections between their marks in their pages."""
     for name, text in sections.items():
+        page = PAGES[name].read_text()
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(page)
+        PAGES[name].write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":
