@@ -29,9 +29,9 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
-STEPS = 14
-# One configuration for all: the reference is compiled once.
-CONFIG = tiny_config("bf16", train={"sequence_length": 32, "steps": STEPS})
+# The configuration of most tests of checks: all share the reference's programs.
+CONFIG = tiny_config("bf16")
+STEPS = CONFIG.train.steps
 VERSIONS = {"torch": "2.13.0", "numpy": "2.0"}
 
 

@@ -53,7 +53,7 @@ def test_a_fault_that_begins_at_step_7(made):
     assert (found.verdict, found.first_bad_step) == ("disagreed", 7)
     assert (found.origin.stage, found.origin.phase, found.origin.layer) == ("act", "forward", 0)
     assert found.cause.words == "present in every variation tried: with one micro-batch, in FP32"
-    assert len(found.checks) <= 5  # the last one, and log₂ 14 more
+    assert len(found.checks) <= 5  # the last one, and log₂ 12 more
     assert found.checks[6].verdict == "agreed" and found.differs_at is None and found.notes == ()
     assert "step 7: disagreed, origin act (forward) at blocks.0.mlp.act" in said
 
@@ -66,7 +66,7 @@ def test_a_fault_from_the_first_step_on(made):
 def test_an_honest_run(made):
     found = bisected(made(TorchSession), TorchSession)
     assert (found.verdict, found.first_bad_step, found.origin, found.cause) == ("agreed", None, None, None)
-    assert list(found.checks) == [STEPS] and found.steps_run == 4  # from the checkpoint of step 10
+    assert list(found.checks) == [STEPS] and found.steps_run == STEPS - 10  # from that checkpoint
     assert "a fault that came and went before it is not excluded" in found.notes[0]
 
 
