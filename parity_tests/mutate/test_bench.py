@@ -29,7 +29,7 @@ from lockstep.scripts import cli
 from lockstep.scripts.commands import mutate
 from lockstep.scripts.shared import mutating
 from lockstep.scripts.shared.mutating import MutantBench
-from lockstep.scripts.studies.tiny_workspace import write_workspace
+from lockstep.scripts.studies.tiny_workspace import RUN_FILE, write_workspace
 from lockstep.torch_backend.backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("in_one_process", "frozen_heap")
@@ -91,28 +91,13 @@ def test_a_step_that_is_not_finite_ends_the_trainer() -> None:
     assert row.stopped and not row.survives and Score.of([row]).stopped == 1
 
 
-RUN = """
-[model]
-vocab_size = 300
-hidden = 64
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_hidden = 128
-[train]
-batch_size = 4
-micro_batch_size = 2
-sequence_length = 32
-[compile]
-enabled = false
-"""
 Command = Callable[..., int]
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     """Return the command on this text. A judge that sees nothing but `seen` lists them all as not found."""
-    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(data=tmp_path / "data", source=tmp_path / "text"))
     monkeypatch.setattr(mutate, "open_data", lambda config, file, given: Text(config))
 
     def run(*words: str) -> int:
