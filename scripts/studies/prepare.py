@@ -67,6 +67,8 @@ def main(argv: list[str]) -> int:
         return 0
     results = read_results(options.json, SUITE, SCHEMA) if options.json.is_file() else {}
     results |= {"schema": SCHEMA, "suite": SUITE, **_about()}
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-prepare-", dir=options.folder) as folder:
         for row in options.rows:
             load = os.getloadavg()[0]
