@@ -76,18 +76,33 @@ def test_no_line_of_the_site_is_broken_within_an_option() -> None:
     assert re.search(r"code \.option \{\s*white-space: nowrap", (DOCS / "site.css").read_text(encoding="utf-8"))
 
 
-def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path: Path) -> None:
-    """On a site of one page, with the configuration of the real one; the slow test builds that without a warning."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/index.md").write_text("# Page\n\n## Here\n\n[a](#here) [b](index.md#there) [c](nowhere.md)\n")
-    (tmp_path / "docs/site.css").write_text("")
+@pytest.fixture(scope="module")
+def small_site(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Build a site of one page, with the configuration of the real one; the slow test builds that without a warning."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "docs").mkdir()
+    links = "[a](#here) [b](index.md#there) [c](nowhere.md)"
+    lists = "- one\n  on two lines\n  - two\n    on two lines"
+    (folder / "docs/index.md").write_text(f"# Page\n\n## Here\n\n{links}\n\n{lists}\n")
+    (folder / "docs/site.css").write_text("")
     text = (REPO / "mkdocs.yml").read_text(encoding="utf-8")
     text = re.sub(r"\nnav:\n(?:  .*\n)+", "\n", text).replace("scripts/docs/", f"{REPO}/scripts/docs/")
-    (tmp_path / "mkdocs.yml").write_text(text)
-    built = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    (folder / "mkdocs.yml").write_text(text)
+    built = build(folder / "mkdocs.yml", folder / "site")
+    return built, (folder / "site/index.html").read_text(encoding="utf-8")
+
+
+def test_a_broken_link_and_a_broken_anchor_fail_the_build(small_site) -> None:
+    built, _ = small_site
     warnings = [line for line in built.stderr.splitlines() if line.startswith("WARNING")]
     assert built.returncode == 1 and len(warnings) == 2, built.stderr
     assert "'nowhere.md'" in built.stderr and "'index.md#there'" in built.stderr
+
+
+def test_a_list_within_a_list_is_one_on_the_site(small_site) -> None:
+    """The pages indent it by two spaces."""
+    html = re.sub(r"\s*(<[^>]+>)\s*", r"\1", " ".join(small_site[1].split()))
+    assert "<li>one on two lines<ul><li>two on two lines</li></ul></li>" in html
 
 
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fit pages of docs/ to the site, as a hook of mkdocs: links to the sources become text, and options stay whole.
+"""Fit pages of docs/ to the site, as a hook of mkdocs: source links become text, lists nest, options stay whole.
 
 The site holds docs/ alone.
 
@@ -13,7 +13,8 @@ from typing import Any
 
 _FENCE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
-
+# The begin of an item in a list within a list. GitHub nests it at two spaces, Python-Markdown at four.
+_NESTED = re.compile(r"^ {2,3}(?=[-*] |\d+\. )", re.M)
 
 # Code within a sentence or a table, which a browser may break behind any hyphen, and an option in it.
 _CODE = re.compile(r"<pre.*?</pre>|<code>(.*?)</code>", re.S)
@@ -43,7 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _inside(text: str, folder: str) -> str:
-    """Replace each link of `text` that leaves docs/ by its words."""
+    """Replace each link of `text` that leaves docs/ by its words, and indent lists within lists."""
 
     def kept(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[2]))
@@ -51,4 +52,4 @@ def _inside(text: str, folder: str) -> str:
         leaves = target.startswith("..") or not posixpath.splitext(target)[1]
         return link[1] if leaves else link[0]
 
-    return _LINK.sub(kept, text)
+    return _LINK.sub(kept, _NESTED.sub("    ", text))
