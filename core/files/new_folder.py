@@ -23,7 +23,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises UserError if `path` is there, or if the disk refuses.
     """
     if path.exists() or path.is_symlink():
-        raise UserError(f"{path} is there already: name a folder to make")
+        raise UserError(f"{path} exists already; name a new folder")
     _clear_beside(path)
     holds = path.with_name(f".{path.name}.{os.getpid()}.new")
     parents: list[Path] = []

@@ -65,7 +65,7 @@ def test_a_missing_positional(refused) -> None:
     assert refused("convert") == f"command line: FROM and TO are missing: {told}"
     assert refused("convert", "runs/tiny") == f"command line: TO is missing: {told}"
     assert refused("report").startswith("command line: RUN is missing: lockstep report RUN")
-    assert refused("train") == "name a run file to train, or --resume RUN to go on with one"
+    assert refused("train") == "name a run file to train, or --resume RUN to continue a run"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_missing_positional(refused) -> None:
             "--steps abc",
             "command line: steps = 'abc': input should be a valid integer, unable to parse string as an integer",
         ),
-        ("--steps 0", "command line: steps = 0: at least one step is needed"),
+        ("--steps 0", "command line: steps = 0: must be at least 1"),
         ("--step 1", "command line: step is not a setting; did you mean steps?"),
         ("--json /nowhere/v.json", "command line: json = /nowhere/v.json: not a file in a folder that is there"),
         ("--json .", "command line: json = .: not a file in a folder that is there"),

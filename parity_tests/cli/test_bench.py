@@ -112,8 +112,8 @@ def test_refusals(refused, arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--every", "0"], "command line: every = 0: at least one is needed"),
-        (["--repeats", "0"], "command line: repeats = 0: at least one is needed"),
+        (["--every", "0"], "command line: every = 0: must be at least 1"),
+        (["--repeats", "0"], "command line: repeats = 0: must be at least 1"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
         (["--page", "page.md"], "cannot read bench_parity.json: No such file or directory"),
     ],

@@ -32,7 +32,7 @@ def test_a_row_its_file_its_page_and_its_picture(lockstep: Lockstep, here: Path)
     ("arguments", "said"),
     [
         (["--rows", "1x1"], "command line: rows: 1x1 is not a row; they are 16x128, 64x1024, 512x1024"),
-        (["--without", "lockstep"], "command line: without: lockstep is nobody; they are lockstep-ahead, "),
+        (["--without", "lockstep"], "command line: without: lockstep is not a contender; they are lockstep-ahead, "),
         (["--rounds", "0"], "command line: rounds = 0: must be a number from 1 to 10000"),
         (["--seconds", "nan"], "command line: seconds = nan: must be a number above 0"),
         (["--kilotokens", "7"], "command line: kilotokens = 7: must be a number from 2000 to 4000000"),

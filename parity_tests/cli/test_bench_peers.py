@@ -33,10 +33,10 @@ def test_a_row_its_file_and_its_page(lockstep: Lockstep, here: Path) -> None:
     ("arguments", "said"),
     [
         (["--rows", "fp33"], "command line: rows: fp33 is not a row; they are fp32-eager, bf16-eager, "),
-        (["--without", "keras"], "command line: without: keras is nobody; they are lockstep-blas, nanogpt, "),
+        (["--without", "keras"], "command line: without: keras is not a contender; they are lockstep-blas, nanogpt, "),
         (
             ["--without", "nanogpt", "hugging-face", "torchtitan"],
-            "command line: without: nobody is left to compare with",
+            "command line: without: no contender is left; leave fewer out",
         ),
         (["--rounds", "0"], "command line: rounds and warmup: at least one step each is needed"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
@@ -61,4 +61,6 @@ def test_a_library_that_is_not_there_is_named_and_the_others_go_on(monkeypatch: 
 
 def test_with_no_peer_installed_there_is_nothing_to_compare_with(refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.scripts.commands.bench_peers.find_spec", lambda name: None)
-    assert refused("bench", "peers", TINY, "--without", "nanogpt").startswith("command line: without: nobody is left")
+    assert refused("bench", "peers", TINY, "--without", "nanogpt").startswith(
+        "command line: without: no contender is left"
+    )

@@ -1,4 +1,4 @@
-"""`lockstep calibrate`: what clean checks show on this machine, and how later checks know of it."""
+"""`lockstep calibrate`: bounds of clean checks on this machine, and how later checks use them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_torch_as_the_reference_finds_faults(
         "--candidate", f"{FAULTS / 'loss.py'}:OneGradientScaled",
     )  # fmt: skip
     assert said.code == 1
-    assert said.err == "checking step 1: its programs are compiled first, which can take minutes …\n"
+    assert said.err == "checking step 1: its programs are compiled first; this can take minutes …\n"
     assert "first bad step 1; origin: gradients (backward, layer 0, at blocks.0.mlp.down_proj.weight" in said.out
 
 

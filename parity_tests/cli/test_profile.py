@@ -43,7 +43,7 @@ def test_steps_of_a_run_are_recorded(
 def test_without_data_tokens_are_random(lockstep: Lockstep, run_file: Path, here: Path) -> None:
     done = lockstep("profile", run_file, "--data.path", "nowhere", "--no-floor", "--train.steps", 1, "--top", 2,
                     "--optim.warmup-steps", 0)  # fmt: skip
-    assert done.code == 0 and "random tokens, as nowhere holds no prepared data" in done.out
+    assert done.code == 0 and "random tokens: nowhere holds no prepared data" in done.out
     assert "floor" not in done.out and (here / "profiles" / "tiny" / "summary.md").exists()
 
 
@@ -57,12 +57,12 @@ def test_a_trace_is_summarized(lockstep: Lockstep, here: Path) -> None:
 
 def test_what_cannot_be(refused, run_file: Path, here: Path) -> None:
     (here / "file").write_text("mine")
-    assert "name a run file to profile, or --trace" in refused("profile")
+    assert "name either a run file to profile or --trace" in refused("profile")
     assert "not both" in refused("profile", run_file, "--trace", "file")
     assert "is not JSON" in refused("profile", "--trace", "file")
     assert "none is missing" in refused("profile", "--trace", "none")
     assert "it is no file" in refused("profile", "--trace", "/dev/zero")
-    assert "have no meaning" in refused("profile", "--trace", "file", "--nvtx")
+    assert "leave out the settings and --nvtx" in refused("profile", "--trace", "file", "--nvtx")
     assert "top = 0" in refused("profile", run_file, "--top", 0)
     assert "cannot make file" in refused("profile", run_file, "--out", "file")
     assert "no prepared data" in refused("profile", run_file, "--data.path", "no", "--attention.document-mask", "true")

@@ -39,7 +39,7 @@ def test_an_existing_run_stays_until_overwrite(lockstep: Lockstep, refused, run_
     assert said == "runs/tiny holds a run already: --overwrite replaces it, --resume runs/tiny goes on with it"
     assert content(here / "runs") == before
     said = refused("parity", run_file, "--capsules", "runs/tiny/capsules")
-    assert said.startswith("command line: capsules = runs/tiny/capsules: a run's own capsules lie there")
+    assert said.startswith("command line: capsules = runs/tiny/capsules: this folder holds a run's own capsules")
     # Faults of the new run are reported before the old one is touched.
     refused("train", run_file, "--overwrite", "--data.path", "nowhere")
     refused("train", run_file, "--overwrite", "--device", "cuda")
@@ -56,7 +56,7 @@ def test_a_resumed_run_keeps_its_name_and_its_place(lockstep: Lockstep, refused,
     assert told[:2] == ["--resume", str(run)]
     for elsewhere in ("runs", "other"):
         said = refused("train", "--resume", run, "--out", elsewhere)
-        assert said == f"--out {elsewhere}: --resume goes on with a run where it lies, which is in {here / 'my runs'}"
+        assert said == f"--out {elsewhere}: --resume continues a run in its own folder, which is in {here / 'my runs'}"
     other = lockstep("train", "--resume", run, "--name", "other")
     assert (other.code, other.out) == (2, "")
     assert other.lines[0] == f"lockstep: {run}: name is 'tiny' in the run, and 'other' was asked for"

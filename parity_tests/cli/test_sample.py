@@ -40,7 +40,7 @@ def test_a_seed_is_a_text_with_the_cache_and_without(lockstep: Lockstep, runs: P
     assert done.code == 0 and done.out.startswith("import ") and len(done.out) > 40
     assert done.out == again.out == plain.out != other.out
     assert len(done.lines) == 1 and "80 tokens" in done.err and "fp64 on cpu, KV cache" in done.err
-    assert "beyond 32 tokens it saw the last 32" in done.err and "no cache" in plain.err
+    assert "beyond 32 tokens each is computed from the last 32" in done.err and "no cache" in plain.err
 
 
 @pytest.mark.parametrize("name", ["tiny", "documents"])
@@ -72,7 +72,7 @@ def test_the_end_of_text_ends_it(lockstep: Lockstep, runs: Path, monkeypatch: py
 def test_what_cannot_be(refused, runs: Path, here: Path) -> None:
     tiny = runs / "tiny"
     assert "nowhere is not a run directory" in refused("sample", "nowhere")
-    assert refused("sample", tiny, "--step", 3).endswith("no checkpoint of step 3; there are those of step 2, 4")
+    assert refused("sample", tiny, "--step", 3).endswith("no checkpoint of step 3; it has those of step 2, 4")
     assert refused("sample", tiny, "--tokens", 0) == "tokens = 0: must be at least 1"
     assert refused("sample", tiny, "--count", -1) == "count = -1: must be at least 1"
     assert "temperature = -1.0" in refused("sample", tiny, "--temperature", -1)

@@ -32,7 +32,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         ("--vary", "train.micro-batch-size=2,3"),
         "trial_001 (train.micro_batch_size 3): command line: train.micro_batch_size: 4 sequences are not",
     ),
-    "a value beside": ((*RATES, "--optim.peak-lr", "1e-3"), "optim.peak_lr is varied and has a value of its own"),
+    "a value beside": ((*RATES, "--optim.peak-lr", "1e-3"), "optim.peak_lr is varied and also given as a flag"),
     "grid": (("--vary", "optim.peak-lr=1e-3:1e-2", "--sampler", "grid"), "optim.peak_lr is a range"),
     "a large grid": (
         ("--vary", f"seed={','.join(map(str, range(40)))}", "--vary", f"data.seed={','.join(map(str, range(40)))}"),
@@ -84,7 +84,7 @@ def test_a_sweep_is_ranked_and_goes_on(lockstep: Lockstep, run_file: Path, made_
     words = ("sweep", run_file, *RATES, "--eval.every", "4")
     made_up.stop_after = 1
     stopped = lockstep(*words)
-    assert stopped.code == 130 and "stopped; the same command goes on with sweeps/tiny" in stopped.out
+    assert stopped.code == 130 and "stopped; the same command continues sweeps/tiny" in stopped.out
     made_up.stop_after = 99
     done = lockstep(*words)
     assert (done.code, done.err) == (0, "") and made_up.made == ["trial_000", "trial_001"]
@@ -110,7 +110,7 @@ def test_a_marked_trial_ends_the_command_with_1(lockstep: Lockstep, run_file: Pa
 def test_a_sweep_without_a_winner_could_not(lockstep: Lockstep, run_file: Path, made_up: MadeUp) -> None:
     made_up.failing = lambda config: "step 3: the loss is not finite"
     done = lockstep("sweep", run_file, *RATES)
-    assert done.code == 2 and "no trial of sweeps/tiny finished that no check accused" in done.err
+    assert done.code == 2 and "no trial of sweeps/tiny finished without a check that disagreed" in done.err
     assert "trial_000: failed: step 3: the loss is not finite" in done.out
 
 

@@ -160,7 +160,7 @@ def test_a_preparation_over_two_nodes_loses_one_and_no_byte(
 ) -> None:
     prepare(settings_for(tmp_path / "alone", many, shard_tokens=SHARD_TOKENS))
     done = prepared_over_both(nodes(1), tmp_path, many)
-    assert (done.code, done.err) == (0, "") and "of the work begun again" in done.out
+    assert (done.code, done.err) == (0, "") and "of the work started again" in done.out
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 

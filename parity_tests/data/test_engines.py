@@ -244,7 +244,7 @@ def test_a_ray_of_another_version_is_one_line(
 
 def test_an_address_without_the_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["data", "prepare", "--ray-address", "auto"]) == 2
-    assert "give --engine ray, too" in capsys.readouterr().err
+    assert "--ray-address needs --engine ray" in capsys.readouterr().err
 
 
 def test_a_worker_that_does_not_see_the_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

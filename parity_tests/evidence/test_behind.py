@@ -117,7 +117,7 @@ def test_what_is_no_evidence_is_refused_behind_too(tmp_path):
     made = BehindStore.create(tmp_path / "evidence")
     made.put("taps", "x", ONES)
     made.put("taps", "x", ONES)
-    with pytest.raises(ValueError, match="taps/x is there already"):
+    with pytest.raises(ValueError, match="taps/x exists already"):
         made.get("taps", "x")
     made.close()
 

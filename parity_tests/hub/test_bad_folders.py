@@ -320,7 +320,7 @@ def test_flags_that_contradict_the_folder(
     assert not (tmp_path / "run").exists()
     same = ("--model.hidden", "64", "--model.rope-theta", "5e5", "--model.tied", "true")
     assert imported(exported, tmp_path / "run", *same) == 0
-    assert "is there already" in refused(*same)
+    assert "exists already" in refused(*same)
 
 
 def test_a_bit_that_is_lost_is_seen(

@@ -213,7 +213,7 @@ def test_rows_without_a_token_are_kept_and_not_drawn(
     assert folder.train("one", SHORT | {"model.vocab_size": 320}) == 0
     capsys.readouterr()
     assert cli.run(["export", str(tmp_path / "one"), str(tmp_path / "out")]) == 0
-    assert "20 rows of the vocabulary stand for no token: `generate` draws none" in capsys.readouterr().out
+    assert "20 rows of the vocabulary belong to no token: `generate` draws none" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["suppress_tokens"] == [*range(300, 320)]
     assert imported(tmp_path / "out", tmp_path / "two") == 0
     assert RunDir.open(tmp_path / "two").config.model.vocab_size == 320
@@ -227,11 +227,11 @@ def test_what_export_says(folder: Folder, tmp_path: Path, capsys: pytest.Capture
     assert cli.run(["export", str(tmp_path / "one"), str(tmp_path / "out"), "--dtype", "bf16", "--step", "2"]) == 0
     said = capsys.readouterr().out
     for part in (
-        "rounded to bf16: a number has changed by up to 3.9e-03 of itself",
+        "rounded to bf16: a number changed by up to 3.9e-03 of itself",
         "trained under precision.policy = 'bf16'",
-        "trained with attention.document_mask: transformers knows no documents",
-        "loss.z_loss: a loss that transformers computes is without it",
-        "max_position_embeddings: the longest sequence that it was trained on has 32 tokens",
+        "trained with attention.document_mask: transformers does not separate documents",
+        "loss.z_loss: the loss of transformers does not include it",
+        "max_position_embeddings: it was trained on sequences of at most 32 tokens",
     ):
         assert part in said
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
@@ -276,12 +276,12 @@ def test_where_nothing_can_be_written(
         assert cli.run(["export", *map(str, words)]) == 2
         return one_line(capsys.readouterr().err)
 
-    assert "is there already" in refused(run, exported)
+    assert "exists already" in refused(run, exported)
     assert "neither a run directory nor a checkpoint" in refused(exported, tmp_path / "out")
     assert "is a checkpoint already" in refused(f"{run}/checkpoints/step_000002", tmp_path / "out", "--step", "2")
     assert "cannot make /proc/nowhere/out: No such file" in refused(run, "/proc/nowhere/out")
     (tmp_path / "dangling").symlink_to("nowhere")
-    assert "is there already" in refused(run, tmp_path / "dangling")
+    assert "exists already" in refused(run, tmp_path / "dangling")
     # A bit that is lost on the way, and a disk that is full.
     with monkeypatch.context() as patch:
         patch.setattr(

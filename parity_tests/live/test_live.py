@@ -320,9 +320,9 @@ def test_the_page_writes_no_text_as_markup() -> None:
     [
         (["nowhere", "--watch"], "nowhere is not a run directory; lockstep runs lists those below runs/"),
         ([".", "--watch"], ". has no run.json, config.toml or records.jsonl: there is no run to watch"),
-        (["run", "run", "--watch"], "--watch serves one run, and writes no file: lockstep report --watch RUN"),
-        (["run", "--watch", "--out", "x.html"], "--watch serves one run, and writes no file"),
-        (["run", "--port", "8000"], "--port goes with --watch"),
+        (["run", "run", "--watch"], "--watch serves one run and writes no file: lockstep report --watch RUN"),
+        (["run", "--watch", "--out", "x.html"], "--watch serves one run and writes no file"),
+        (["run", "--port", "8000"], "--port needs --watch"),
         (["run", "--watch", "--port", "65536"], "a port is a number from 1 to 65535"),
         (["run", "--watch", "--port", "-1"], "a port is a number from 1 to 65535"),
     ],

@@ -196,7 +196,7 @@ def test_checkpoints_that_are_not_there(trained: Folder, capsys: pytest.CaptureF
     assert trained.resume("run", "--from-step", "5") == 2
     assert "has no checkpoint of step 5: its checkpoints are of steps 4, 8, 12" in one_line(capsys.readouterr().err)
     assert cli.run(["train", str(trained.file), "--from-step", "5"]) == 2
-    assert "--from-step sets where --resume RUN goes on: name a run" in one_line(capsys.readouterr().err)
+    assert "--from-step needs --resume RUN" in one_line(capsys.readouterr().err)
 
 
 def test_a_damaged_checkpoint_where_a_branch_begins(trained: Folder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_where_a_branch_begins(trained: Folder, capsys: pyt
     file.write_text("{}")
     assert trained.resume("run", "--train.steps", "20") == 2
     error = capsys.readouterr().err
-    assert "the checkpoint of step 12 is damaged, and a branch begins there" in error and "--from-step 8" in error
+    assert "the checkpoint of step 12 is damaged, and the settings change there" in error and "--from-step 8" in error
     assert len(trained.records("run")) == STEPS
 
 
@@ -248,7 +248,7 @@ def test_each_step_is_judged_under_its_own_settings(trained: Folder, capsys: pyt
         assert cli.run(["replay", str(path), "--step", str(step), "--json", str(verdict)]) == 0, step
         (told,) = json.loads(verdict.read_text())["replayed"]
         assert (told["step"], told["how"]) == (step, how)
-    assert "did not come out as recorded" not in capsys.readouterr().out
+    assert "differs from its record" not in capsys.readouterr().out
     assert cli.run(["replay", str(path), "--step", "10", "--branch", "1"]) == 0
     assert cli.run(["bisect", str(path), "--json", str(verdict)]) == 0
     found = json.loads(verdict.read_text())

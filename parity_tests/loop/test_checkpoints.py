@@ -213,7 +213,7 @@ def test_a_checkpoint_converted_there_and_back_has_the_same_bits(
 
         assert load_file(there / "params.safetensors").keys() == stored(first).params.keys()
     assert cli.run(["convert", str(first), str(there), "--to", to]) == 2
-    assert "is there already" in one_line(capsys.readouterr().err)
+    assert "exists already" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("made", "to"), [("torch", "jax"), ("jax", "torch")])

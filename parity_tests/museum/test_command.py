@@ -119,7 +119,7 @@ def test_the_command_runs_prints_and_records(
     wrong = replace(STUB, words="3 times")
     monkeypatch.setattr(data, "exhibits", lambda: {"stub": wrong})
     done = lockstep("museum", "--all", "--environments", environments)
-    assert done.code == 1 and "  UNEXPECTED: due is step 2, gradients, '3 times'; then agreed" in done.out
+    assert done.code == 1 and "  UNEXPECTED: expected step 2, gradients, '3 times', then agreed" in done.out
 
 
 def test_a_missing_environment_is_named_and_nothing_is_installed(
@@ -129,7 +129,7 @@ def test_a_missing_environment_is_named_and_nothing_is_installed(
     done = lockstep("museum", "stub", "--environments", "there")
     assert done.code == 2 and "0 ran" in done.out
     said = " ".join(done.out.split())
-    assert f"could not: stub: {STUB.packages[0]} missing in there; --install puts them there" in said
+    assert f"could not run: stub: {STUB.packages[0]} missing in there; --install puts them there" in said
     assert not (tmp_path / "there").exists()
 
 
@@ -178,9 +178,9 @@ def test_the_list_names_all_and_which_are_unfixed(lockstep: Call) -> None:
     ("words", "said"),
     [
         (("mean_of_mean",), "no exhibit is named 'mean_of_mean'; did you mean mean_of_means?"),
-        (("--all", "mean_of_means"), "command line: all: runs every exhibit, and names are given"),
+        (("--all", "mean_of_means"), "command line: all: --all runs every exhibit; leave the names out"),
         (("--all", "--json", "no/where"), "command line: json = no/where: not a file in a folder that is there"),
-        (("mean_of_means", "--repro", "out"), "mean_of_means is fixed, and has no script for its makers"),
+        (("mean_of_means", "--repro", "out"), "mean_of_means is fixed, so it has no script for the maintainers"),
     ],
 )
 def test_what_cannot_be_is_one_line(lockstep: Call, words: tuple[str, ...], said: str) -> None:
@@ -193,4 +193,4 @@ def test_scripts_are_written_and_never_over_others(lockstep: Call, tmp_path: Pat
     assert (done.code, done.out) == (0, "out/torch_layer_norm.py\n")
     assert "lockstep" not in (tmp_path / "out/torch_layer_norm.py").read_text()
     done = lockstep("museum", "--repro", "out")
-    assert done.code == 2 and done.err == "lockstep: out/torch_layer_norm.py is there already\n"
+    assert done.code == 2 and done.err == "lockstep: out/torch_layer_norm.py exists already\n"

@@ -148,7 +148,7 @@ def test_rows_are_kept_and_go_on(command: Command, monkeypatch: pytest.MonkeyPat
     command("--sample", "1", *out)
     rows = [line.value for line in scan_lines(tmp_path / "out" / "mutants.jsonl") if line.value and "id" in line.value]
     assert len(rows) == 1 and all(json.loads(json.dumps(Row.from_json(row).to_json())) for row in rows)
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="exists already"):
         command("--sample", "1", *out)
     tried: list[str] = []
     right = MutantBench.row
@@ -200,7 +200,7 @@ def test_a_rank_that_is_wrong_by_itself_is_named(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (("--parallel.strategy", "fsdp"), "parallel.strategy = fsdp: mutants change whole tensors"),
-        (("--jobs", "2"), "jobs = 2: 2 ranks run one mutant at a time"),
+        (("--jobs", "2"), "jobs = 2: with 2 ranks it must be 1"),
     ],
 )
 def test_what_ranks_cannot_mutate_is_refused(command: Command, words: tuple[str, ...], told: str) -> None:

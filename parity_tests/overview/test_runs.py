@@ -347,7 +347,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert err.count("\n") == 1
         return err
 
-    assert "nowhere is not a folder: there are no runs to list" in refused("nowhere")
+    assert "nowhere is not a folder; name a folder of runs" in refused("nowhere")
     assert "sort = lost: neither a figure nor a setting of a run here; did you mean" in refused(
         str(folder), "--sort", "lost"
     )

@@ -75,13 +75,13 @@ def test_a_capsule_is_replayed_by_whoever_made_it(folder, run, tmp_path, capsys)
     capsule = write_capsule(tmp_path, evidence, judge(evidence, reference), config, CANDIDATE, "jax", VERSIONS)
     assert replay.main([str(capsule), *OWN, *JUDGE, "--device", "auto"]) == 1
     out = capsys.readouterr().out
-    assert "step 5, packed as: disagreed, origin act (forward, layer 0) at blocks.0.mlp.act" in out
+    assert "step 5, packed verdict: disagreed, origin act (forward, layer 0) at blocks.0.mlp.act" in out
     assert "other versions: " in out and "the verdict is the one that was packed" in out
     assert replay.main([str(capsule), *JUDGE, "--candidate", "torch"]) == 0
-    assert "the packed verdict was another" in capsys.readouterr().out
+    assert "differs from the packed verdict" in capsys.readouterr().out
     assert replay.main([str(capsule), *JUDGE, "--json", str(tmp_path / "v.json")]) == 1
     out = capsys.readouterr().out
-    assert "[as it was packed, from its evidence]" in out and "the verdict is the one that was packed" in out
+    assert "[as packed, from its evidence]" in out and "the verdict is the one that was packed" in out
     verdict = json.loads((tmp_path / "v.json").read_text())
     assert verdict["candidate"] == CANDIDATE and verdict["replayed"][0]["how"] == "evidence"
     for asked in (["--run-again"], ["--device", "cpu"]):

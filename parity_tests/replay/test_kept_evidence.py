@@ -69,7 +69,7 @@ def test_neither_torch_nor_the_candidate_is_loaded(capsule):
     words = [sys.executable, "-c", program, "replay", str(capsule)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stderr
-    assert "[as it was packed, from its evidence]" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+    assert "[as packed, from its evidence]" in done.stdout and done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_folder_of_evidence_is_moved_into_the_capsule(tmp_path, made):

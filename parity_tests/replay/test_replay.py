@@ -74,7 +74,7 @@ def test_sketches_show_what_the_run_did_whoever_replays_it(faulty):
     assert (found[4].check.origin.stage, found[4].check.origin.layer) == ("act", 0)
     # The candidate of today is honest: run again, it agrees, and did not do what the run recorded.
     assert found[8].check.verdict == "agreed"
-    assert "step 8 did not come out as recorded (loss" in found[8].notes[1]
+    assert "step 8 differs from its record (loss" in found[8].notes[1]
 
 
 def test_on_another_device_the_twin_goes_along(honest):
@@ -114,7 +114,7 @@ def test_sketches_are_not_judged_from_a_state_that_the_run_did_not_have(honest):
     found = replayed(honest, Gelu, step=6)[6]
     assert found.how == "run again"
     assert found.check.verdict == "disagreed"
-    assert any("step 4 did not come out as recorded" in note for note in found.notes)
+    assert any("step 4 differs from its record" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("step", [0, 10])

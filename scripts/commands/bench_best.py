@@ -34,8 +34,9 @@ class BenchBest:
     """Search the fastest configuration of a run within a time limit: `lockstep bench best CONFIG --minutes 9`.
 
     Micro-batch, activation checkpointing, attention kernel, compilation and loss head are tried; precision is the run
-    file's, or searched too with --fp8. Each candidate runs in a process of its own: what crashes, runs out of memory or
-    loses its loss is struck out with its reason. Ends 0 with a run file of the winner, 2 if no candidate could run.
+    file's, or searched too with --fp8. Each candidate runs in a process of its own. One that crashes, runs out of
+    memory or diverges is dropped, and the reason is listed. Ends 0 with a run file of the winner, 2 if no candidate
+    could run.
     """
 
     config: Annotated[
@@ -43,19 +44,19 @@ class BenchBest:
     ] = None
     """run file (TOML): model, sequence length, optimizer"""
     minutes: float = 9.0
-    """for all of it; what is at work then is ended"""
+    """time limit of the search; the candidate that runs when it is reached is stopped"""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: h100; cpu on a CPU)")] = ""
-    """whose plan leaves candidates out: h100, h100-pcie, h200, a100-80 or cpu"""
+    """GPU whose plan rules candidates out: h100, h100-pcie, h200, a100-80 or cpu"""
     batch: int = 64
-    """sequences of a step while searching, at most the run file's batch_size"""
+    """sequences a step during the search, at most the run file's batch_size"""
     fp8: bool = False
-    """try FP8, tensorwise and rowwise, as well"""
+    """also try FP8, tensorwise and rowwise"""
     few: int = 3
-    """steps of a candidate that count, after 2 that do not"""
+    """timed steps of a candidate, after 2 warm-up steps"""
     many: int = 10
-    """steps of a leader that count"""
+    """timed steps of each of the fastest candidates"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("best.toml")
-    """where the winner is written, ready for lockstep train; beside it .json, .md and .log"""
+    """run file of the winner, ready for lockstep train; a .json, an .md and a .log are written beside it"""
 
 
 def main(argv: list[str]) -> int:
@@ -98,7 +99,7 @@ class Plan:
 
 
 def space(config: RunConfig, kind: str, batch: int, fp8: bool) -> Space:
-    """Return levers and their choices; on a CPU fewer, and nothing that takes minutes to compile."""
+    """Return the levers and their choices. A CPU has fewer: those that take minutes to compile are left out."""
     from lockstep.core.components import precision
     from lockstep.core.components.attention_kernels import ATTENTION_KERNELS
     from lockstep.core.plan.choices import POLICIES
@@ -152,7 +153,7 @@ def _program(mode: str, scope: str) -> dict[str, str]:
 
 
 def find(options: BenchBest, given: dict[str, str]) -> int:
-    """Search with this machine's device; everything found is in the files when it ends."""
+    """Search on this machine's device, and write all results to the files."""
     from lockstep.core.bench.best import as_data, candidates, page, search
     from lockstep.core.bench.suite import Worker
     from lockstep.core.config.file import load_config
@@ -166,7 +167,7 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
         ask = Worker([sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
         about = ask({"job": "device"}, DEVICE_LIMIT)
         if about["status"] != "measured":
-            raise UserError(f"the bench could not ask this device: {about['reason']}")
+            raise UserError(f"the bench could not read this device: {about['reason']}")
         kind = about["device"]["kind"] if given.get("device") != "cpu" else "cpu"
         config = load_config(options.config, {**given, "device": kind})
         batch = min(options.batch, config.train.batch_size)
@@ -204,7 +205,7 @@ def find(options: BenchBest, given: dict[str, str]) -> int:
 
 
 def _shown(path: Path | None) -> str:
-    """Return a run file as it was named, without the folders of this machine."""
+    """Return a run file's path as it was given; a bundled one's path without the folders of this machine."""
     assert path is not None
     return path.name if path.is_absolute() else str(path)
 
@@ -219,7 +220,7 @@ def run_file(options: BenchBest, given: dict[str, str], found: Search) -> str:
     assert options.config is not None and found.winner is not None
     won = flatten(found.of(found.winner).config.model_dump(mode="json"))
     base = flatten(load_config(options.config).model_dump(mode="json"))
-    # The batch of a step stays the run's own; only how it is cut was searched for.
+    # The winner keeps the run's batch of a step: the search varied only its micro-batches.
     kept = {"device", "train.batch_size", "train.ranks", "train.curriculum"} - set(given)
     tree: dict[str, Any] = {"base": os.path.relpath(options.config.resolve(), options.out.resolve().parent)}
     for key, value in won.items():

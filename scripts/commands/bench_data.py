@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.core.bench.peers import Contender
     from lockstep.core.bench.turns import Side
 
-# Tokens come in documents of 1,024, and the largest batch must fit.
+# A document has 1,024 tokens, and the largest batch must fit.
 LEAST, MOST = 2_000, 4_000_000
 
 
@@ -31,24 +31,24 @@ LEAST, MOST = 2_000, 4_000_000
 class BenchData:
     """Time how fast batches are made, beside nanoGPT's get_batch, mmap slices and a DataLoader: `lockstep bench data`.
 
-    Each contender has one core, the same for all, and they take turns. Also measured: the time to the first batch, and
-    a resume at sample 10⁹ of a data set that is so large on paper. Ends 0 if all was measured, 2 otherwise.
+    All contenders share one core and take turns. Two more times are measured: to the first batch, and to resume at
+    sample 10⁹ of a virtual data set of that size. Ends 0 if all was measured, 2 otherwise.
     """
 
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
-    """of 16x128, 64x1024, 512x1024: sequences × tokens of a batch"""
+    """any of 16x128, 64x1024, 512x1024: sequences × tokens of a batch"""
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
-    """who does not take part, of lockstep-ahead, lockstep-mapped, lockstep-mixture, mmap, nanogpt, dataloader"""
+    """contenders to leave out: any of lockstep-ahead, lockstep-mapped, lockstep-mixture, mmap, nanogpt, dataloader"""
     rounds: int = 15
-    """turns of each that count"""
+    """timed turns of each contender"""
     seconds: float = 30.0
-    """of a row after its warm-up; then no further round begins"""
+    """time limit of a row after its warm-up; no round begins after it"""
     kilotokens: int = 65536
-    """tokens of the made-up data set, in units of 1,024; they take four bytes each of the temporary folder"""
+    """size of the generated data set in 1,024 tokens; a token takes four bytes of the temporary folder"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_data.json")
-    """where results are kept; what processes print goes beside it, as .log"""
+    """file of the results; the output of the processes goes into a .log beside it"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """measure nothing: write the results as a page in Markdown, and a picture beside it"""
+    """measure nothing; write a Markdown page of the results, and a picture beside it"""
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +72,9 @@ def _check(options: BenchData, rows: Sequence[str], names: Sequence[str]) -> Non
             raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(rows)}")
     for name in options.without:
         if name not in names:
-            raise UserError(f"command line: without: {name or repr(name)} is nobody; they are {', '.join(names)}")
+            raise UserError(
+                f"command line: without: {name or repr(name)} is not a contender; they are {', '.join(names)}"
+            )
     if not 1 <= options.rounds <= 10_000:
         raise UserError(f"command line: rounds = {options.rounds}: must be a number from 1 to 10000")
     if not 0 < options.seconds < float("inf"):
@@ -142,7 +144,7 @@ def _row(row: str, options: BenchData, data: Path, contenders: Sequence[Contende
 
 
 def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log: IO[str]) -> dict[str, Any]:
-    """Return seconds to the first batch, and of them those of opening the data, by contender."""
+    """Return by contender the seconds to the first batch, and how many of them opened the data."""
     from lockstep.core.bench.data import FIRST, ROWS
     from lockstep.core.bench.turns import answers_in_turns
 
@@ -162,7 +164,7 @@ def _first(options: BenchData, data: Path, contenders: Sequence[Contender], log:
 
 
 def _resume(options: BenchData, folder: Path, log: IO[str]) -> dict[str, Any]:
-    """Return seconds to the first batch of a data set on paper, by the sample that the run goes on at."""
+    """Return seconds to the first batch of a virtual data set, by the sample at which the run resumes."""
     from lockstep.core.bench.data import CONTENDERS, FIRST, PAPER_SAMPLES, RESUMED_AT, ROWS
     from lockstep.core.bench.made_up import write_on_paper
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.core.config.schema import RunConfig
 
 QUICKSTART = shipped_config("quickstart")
-# Tokens come in documents of 1,024.
+# A document has 1,024 tokens.
 LEAST, MOST = 1, 4_000_000
 
 
@@ -42,8 +42,8 @@ class BenchLadder:
     """Measure the published GPT-2 ladder's six rungs on a run's own step, in turns: `lockstep bench ladder`.
 
     The rungs: token by token from mmap, tokens in RAM, vectorised batches, torch.compile, bf16, flash attention. All
-    must see the same batches and find the same losses. Ends 0 if every rung was measured, 1 if one does not do the
-    same work, 2 if one failed.
+    rungs read the same batches and must reach the same losses. Ends 0 if every rung was measured, 1 if the losses of
+    one differ, 2 if one failed.
     """
 
     config: Annotated[
@@ -51,21 +51,21 @@ class BenchLadder:
     ] = QUICKSTART
     """run file (TOML): model, batch, optimizer; rungs set precision, program and attention"""
     lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N…", help_behavior_hint="(default: the run's)")] = ()
-    """tokens of a sequence, a ladder for each; tokens of a step are the run's"""
+    """sequence lengths; each has a ladder. The tokens of a step are the run's"""
     rounds: int = 30
-    """steps of each rung that count, and turns of each loader"""
+    """timed steps of each rung, and timed turns of each loader"""
     warmup: int = 8
-    """steps of each rung before them"""
+    """warm-up steps of each rung"""
     seconds: float = 60.0
-    """of a ladder after the warm-up; then no further round begins"""
+    """time limit of a ladder after the warm-up; no round begins after it"""
     threads: int = 0
-    """of each rung; 0 = as many as there are cores"""
+    """CPU threads of each rung; 0 = one per core"""
     kilotokens: int = 16384
-    """tokens of the made-up data set, in units of 1,024; they take four bytes each of the temporary folder"""
+    """size of the generated data set in 1,024 tokens; a token takes four bytes of the temporary folder"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_ladder.json")
-    """where results are kept; what processes print goes beside it, as .log"""
+    """file of the results; the output of the processes goes into a .log beside it"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """measure nothing: write the results as a page in Markdown, and a picture beside it"""
+    """measure nothing; write a Markdown page of the results, and a picture beside it"""
 
 
 def main(argv: list[str]) -> int:
@@ -105,7 +105,7 @@ def _ladders(options: BenchLadder, given: dict[str, str]) -> list[dict[str, RunC
     from lockstep.core.config.file import load_config
     from lockstep.torch_backend.device import resolve_device
 
-    # The quickstart compiles block by block, so that it begins sooner; a step is faster as one program.
+    # The quickstart compiles block by block to start sooner. One program for the whole step is faster.
     scope = {"compile.scope": "model"} if options.config == QUICKSTART else {}
     given = {"train.ranks": "1", **scope, **given}
     config = load_config(options.config, {**given, **settings_of("mmap")})
@@ -149,7 +149,7 @@ def measure(options: BenchLadder, ladders: list[dict[str, RunConfig]]) -> int:
 
 
 def _row(rungs: dict[str, RunConfig], options: BenchLadder, folder: Path, threads: int, log: IO[str]) -> dict[str, Any]:
-    """Measure the loaders alone, then the rungs. A rung that cannot start does not keep the others from their steps."""
+    """Measure the loaders alone, then the rungs. The other rungs are measured even if one cannot start."""
     from lockstep.core.bench.ladder import EXPECTED, loader_of, result, row_name
     from lockstep.core.bench.peers import LOCKSTEP
     from lockstep.core.bench.turns import answers_in_turns

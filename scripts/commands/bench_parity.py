@@ -1,7 +1,7 @@
-"""`lockstep bench parity`: what a check costs, in time and bytes a step.
+"""`lockstep bench parity`: the cost of a check, in time and in bytes a step.
 
-All rows of a model are measured in one process, in turns, after compilation; medians. A training step here is forward
-and backward of one micro-batch and the optimizer's update, through the compiled program.
+All rows of a model are measured in one process, in turns, after compilation. The figures are medians. A training step
+is the forward and backward pass of one micro-batch and the optimizer's update, by the compiled program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lockstep.torch_backend.tools.bench import random_batches
 from lockstep.torch_backend.tools.sketch import sign_table, sketch, sketches_of
 
 QUICKSTART, LARGE = shipped_config("quickstart"), shipped_config("llama-1b")
-# The 1.24B model's blocks where memory is short: width, heads and feed-forward are its own.
+# Blocks of the 1.24B model for a machine with little memory: width, heads and feed-forward are the model's own.
 SCALED = {"model.layers": "1", "model.vocab_size": "4096", "train.sequence_length": "128", "train.curriculum": ""}
 SCALED |= {"train.batch_size": "1", "train.micro_batch_size": "1", "device": "cpu", "train.ranks": "1"}
 MOST_THREADS = 1024
@@ -61,29 +61,30 @@ MOST_THREADS = 1024
 
 @dataclass
 class BenchParity:
-    """Measure what looking at a step costs: taps off, gradients or taps every step, a full check every N, the shadow.
+    """Measure the cost of observing a step.
 
-    For the quickstart model whole, and for blocks of the 1.24B model's shapes, whose bytes are computed for all of it.
+    Rows: no taps, gradients or taps each step, a full check every N steps, the shadow. Measured are the whole
+    quickstart model and blocks of the 1.24B model's shapes. Bytes are computed for the whole 1.24B model.
     """
 
     config: Path = QUICKSTART
-    """run file, measured whole"""
+    """run file whose whole model is measured"""
     every: int = 100
     """N: steps from one check to the next"""
     repeats: int = 7
-    """of each row, in turns; the median counts"""
+    """timings of each row, in turns; the median is reported"""
     threads: int = 0
-    """of torch; 0 = one less than there are cores, which leaves one to the reference"""
+    """threads of torch; 0 = all cores but one, which the reference uses"""
     small: bool = False
     """leave out the 1.24B model's shapes, which take 2.5 GB"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_parity.json")
-    """where results are kept"""
+    """file of the results"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """measure nothing: write the results as a page in Markdown"""
+    """measure nothing; write a Markdown page of the results"""
 
 
 def in_turns(rows: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return seconds of each row, one after the other, `repeats` times; a first round is not counted."""
+    """Return `repeats` timings of each row, taken in turns; the first round is a warm-up and is dropped."""
     for run in rows.values():
         run()
     taken: dict[str, list[float]] = {name: [] for name in rows}
@@ -113,7 +114,7 @@ def sketch_all(session: TorchSession, of_all: Callable[..., Any]) -> Callable[[]
 def recorded(
     session: TorchSession, config: RunConfig, folder: Path, batch: Batch
 ) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Yield the recording of a training step, by what is recorded; files of each lie in a folder of its own."""
+    """Yield a function that records a training step, for each kind of recording. Each has a folder of its own."""
     with ExitStack() as stack:
 
         def step(mode: str, **every: int) -> Callable[[], Any]:
@@ -126,7 +127,7 @@ def recorded(
 
 def measure(options: BenchParity) -> dict[str, Any]:
     """Return every row, in seconds and in steps."""
-    # The quickstart compiles block by block, so that it begins sooner; a step is faster as one program.
+    # The quickstart compiles block by block to start sooner. One program for the whole step is faster.
     scope = {"compile.scope": "model"} if options.config == QUICKSTART else {}
     whole = load_config(options.config, {"device": "cpu", "compile.enabled": "true", **scope})
     config = whole
@@ -287,7 +288,7 @@ def main(argv: list[str]) -> int:
     options, _ = parse(BenchParity, "bench parity", argv, with_settings=False)
     for name in ("repeats", "every"):
         if getattr(options, name) < 1:
-            raise UserError(f"command line: {name} = {getattr(options, name)}: at least one is needed")
+            raise UserError(f"command line: {name} = {getattr(options, name)}: must be at least 1")
     if not 0 <= options.threads <= MOST_THREADS:
         raise UserError(f"command line: threads = {options.threads}: must be a number from 0 to {MOST_THREADS}")
     check_file("json", options.json)
@@ -307,7 +308,7 @@ def main(argv: list[str]) -> int:
         **measure(options),
     }
     if not options.small:
-        # In a process of its own: the other model's session and reference are not beside it.
+        # A process of its own keeps the other model's session and reference out of the measured memory.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own:
             found["models"].append(own.submit(measure_large, options, torch.get_num_threads()).result())
     write_atomically(options.json, [(json.dumps(found, indent=1) + "\n").encode()])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.bench.turns import Side
 
 MODELS = tuple(shipped_config(name) for name in ("quickstart", "peers/25m", "peers/100m"))
-# A peer's threads wait as its own users' do: libgomp's default. Lockstep's wait as scripts/cli.py lets them.
+# A peer keeps libgomp's default for idle threads, as its users do. Lockstep uses the setting of scripts/cli.py.
 LIBGOMP_SPINS = "300000"
 LIBRARIES = ("transformers", "accelerate", "torchtitan")
 
@@ -34,9 +34,9 @@ LIBRARIES = ("transformers", "accelerate", "torchtitan")
 class BenchPeers:
     """Train the same model beside Hugging Face's Trainer, torchtitan and a nanoGPT-like loop, in turns.
 
-    All start from the same weights and see the same tokens; their losses must agree, or there is no comparison. Ends 0
-    if every row was measured, 1 if the losses of one differ, 2 if one failed. A peer that is not installed is named in
-    every table: pip install 'lockstep[peers]' for Hugging Face's, 'lockstep[torchtitan]' for torchtitan.
+    All start from the same weights and read the same tokens. Their losses must agree, or the row is not compared. Ends
+    0 if every row was measured, 1 if the losses of one differ, 2 if one failed. A peer that is not installed is named
+    in every table: pip install 'lockstep[peers]' for Hugging Face's, 'lockstep[torchtitan]' for torchtitan.
     """
 
     configs: Annotated[
@@ -44,23 +44,23 @@ class BenchPeers:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="CONFIG …", help_behavior_hint="(default: quickstart, peers/25m and peers/100m .toml)"),
     ] = MODELS
-    """run files (TOML), one after the other: model, batch, optimizer; rows set precision and program"""
+    """run files (TOML) with model, batch and optimizer; rows set precision and program"""
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
-    """of fp32-eager, bf16-eager, fp32-compiled, bf16-compiled"""
+    """any of fp32-eager, bf16-eager, fp32-compiled, bf16-compiled"""
     without: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: nobody)")] = ()
-    """who does not take part, of lockstep-blas, nanogpt, hugging-face, torchtitan"""
+    """contenders to leave out: any of lockstep-blas, nanogpt, hugging-face, torchtitan"""
     rounds: int = 30
-    """steps of each that count, in a row"""
+    """timed steps of each contender in a row"""
     warmup: int = 8
-    """steps of each before them, whose losses are compared"""
+    """warm-up steps of each contender; their losses are compared"""
     seconds: float = 240.0
-    """of a row after the warm-up; then no further round begins"""
+    """time limit of a row after the warm-up; no round begins after it"""
     threads: int = 0
-    """of each contender; 0 = as many as there are cores"""
+    """CPU threads of each contender; 0 = one per core"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_peers.json")
-    """where results are kept; what processes print goes beside it, as .log"""
+    """file of the results; the output of the processes goes into a .log beside it"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """measure nothing: write the results as a page in Markdown"""
+    """measure nothing; write a Markdown page of the results"""
 
 
 def main(argv: list[str]) -> int:
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         print(options.page)
         return 0
     contenders, absent = _contenders(options.without)
-    # One program of the model is the fastest; the quickstart's blocks begin sooner.
+    # One program for the whole model is fastest. The quickstart compiles block by block to start sooner.
     given = {"device": "cpu", "train.ranks": "1", "compile.scope": "model", **given}
     rows = list(options.rows or ROWS)
     for path in options.configs:
@@ -98,19 +98,21 @@ def _check(options: BenchPeers) -> None:
             raise UserError(f"command line: rows: {row or repr(row)} is not a row; they are {', '.join(ROWS)}")
     check_turns(options.rounds, options.warmup, options.seconds, options.threads)
     if not options.configs:
-        raise UserError("command line: configs: a run file is needed")
+        raise UserError("command line: configs: name at least one run file")
     check_file("json", options.json)
     check_file("page", options.page)
 
 
 def _contenders(without: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Return who takes part, and why others do not. Raises UserError for an unknown name and an empty selection."""
+    """Return the contenders, and why others are left out. Raises UserError for an unknown name or no contender."""
     from lockstep.core.bench.peers import CONTENDERS
 
     names = [contender.name for contender in CONTENDERS if contender.name != "lockstep"]
     for name in without:
         if name not in names:
-            raise UserError(f"command line: without: {name or repr(name)} is nobody; they are {', '.join(names)}")
+            raise UserError(
+                f"command line: without: {name or repr(name)} is not a contender; they are {', '.join(names)}"
+            )
     found, absent = [], {}
     for contender in CONTENDERS:
         if contender.name in without:
@@ -120,7 +122,7 @@ def _contenders(without: Sequence[str]) -> tuple[list[Contender], dict[str, str]
         else:
             found.append(contender)
     if all(contender.ours for contender in found):
-        raise UserError("command line: without: nobody is left to compare with")
+        raise UserError("command line: without: no contender is left; leave fewer out")
     return found, absent
 
 

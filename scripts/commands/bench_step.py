@@ -33,9 +33,9 @@ DEVICE_LIMIT = 300.0
 class Bench:
     """Time whole training steps, row by row, beside the published figures and the floor: `lockstep bench step`.
 
-    Each row runs in a process of its own, and the JSON is written after each; --resume goes on where it ended. A row
-    that cannot fit into the GPU's memory by `lockstep plan` is not started. Ends 0 if every row was measured or cannot
-    run here or does not fit into memory, 2 if one failed.
+    Each row runs in a process of its own, and the JSON is written after each row; --resume continues an earlier run. A
+    row that by `lockstep plan` does not fit into the GPU's memory is left out. Ends 0 if every row was measured or left
+    out, 2 if one failed.
     """
 
     config: Annotated[
@@ -48,21 +48,21 @@ class Bench:
     ] = None
     """run file (TOML): model, sequence length and optimizer; rows set the rest"""
     rows: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", help_behavior_hint="(default: all)")] = ()
-    """rows to measure, by name"""
+    """names of the rows to measure"""
     repeat: int = 10
-    """steps of a row that count"""
+    """timed steps of a row"""
     warmup: int = 3
-    """steps of a row before them; the first compiles"""
+    """warm-up steps of a row; the first compiles"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("bench_step.json")
-    """where results are kept; what processes print goes beside it, as .log"""
+    """file of the results; the output of the processes goes into a .log beside it"""
     resume: bool = False
-    """leave out rows that are there for the same device, versions and run file"""
+    """skip rows that the file already has for the same device, versions and run file"""
     ignore_plan: bool = False
-    """measure rows too that cannot fit into memory by the plan; they are left out else"""
+    """also start rows that do not fit into memory by the plan"""
     minutes: float = 0.0
-    """start no row that would not end in time, as far as is known; 0 = no limit"""
+    """time limit: start no row that is expected to end after it; 0 = no limit"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """measure nothing: write the results as a page in Markdown"""
+    """measure nothing; write a Markdown page of the results"""
 
 
 def _bears_on_rows(key: str) -> bool:
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(Bench, "bench step", argv, with_settings=True, shown=_bears_on_rows)
     if options.repeat < 1 or options.warmup < 1:
-        raise UserError("command line: repeat and warmup: at least one step each is needed")
+        raise UserError("command line: repeat and warmup: each must be at least 1")
     if not (math.isfinite(options.minutes) and options.minutes >= 0):
         raise UserError(f"command line: minutes = {options.minutes}: must be a number of at least 0")
     rows = chosen(options.rows)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
         write_page(options.page, page(results))
         print(options.page)
         return 0
-    # Their faults are reported before anything is started.
+    # A wrong run file or row is reported before anything is started.
     for path in [options.config] if options.config else CONFIGS.values():
         load_config(path, given)
     return measure(options, given, rows, results)
@@ -119,7 +119,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
             series["floor"] = _answer(ask, "floor")["floor"]
             save_results(options.json, results)
         left = options.minutes * 60 - (time.monotonic() - started) if options.minutes else 0.0
-        # A limit that is used up already is none that is not set.
+        # A limit that is already used up must not become 0, which means no limit.
         seconds = max(left, 1e-3) if options.minutes else 0.0
         plan = Plan(options.warmup, options.repeat, seconds, options.resume, options.ignore_plan)
         done = []
@@ -131,10 +131,10 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
             console.print(_line(result), markup=False, soft_wrap=True)
     print_table(console, rows, series)
     if waiting := to_do(rows, series, True, options.ignore_plan):
-        announce(f"lockstep: the time is up; left for --resume: {names(waiting)}")
+        announce(f"lockstep: time limit reached; rows left for --resume: {names(waiting)}")
     failed = [result["row"] for result in done if result["status"] == "failed"]
     if failed:
-        complain(f"failed: {', '.join(failed)}; what they said is in {log.name}")
+        complain(f"failed: {', '.join(failed)}; their output is in {log.name}")
     return 2 if failed else 0
 
 
@@ -152,7 +152,7 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def print_table(console: Console, rows: list[Row], series: dict[str, Any]) -> None:
-    """Print the rows, why some have no figure, and on what this was measured."""
+    """Print the rows, the reason of each row without a figure, and the machine and versions."""
     from lockstep.core.bench.page import HEADERS, about, cells, remarks
     from lockstep.core.bench.results import result_of
     from lockstep.core.sinks.tables import table

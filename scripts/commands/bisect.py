@@ -32,38 +32,39 @@ if TYPE_CHECKING:
 class Bisect:
     """Find the first bad step of a run, its origin and its cause: `lockstep bisect RUN`.
 
-    Steps are run again from the nearest checkpoint and checked by halves; a fault is taken to stay once it is there.
-    Ends 0 if no step is bad, 1 if one is, 2 if it could not (docs/guide/replay.md).
+    Steps are run again from the nearest checkpoint and checked by bisection, which assumes that a fault stays once it
+    appears. Ends 0 if no step is bad, 1 if one is, 2 if it could not (docs/guide/replay.md).
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """run directory"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write the verdict here as JSON"""
-    candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
-        None
-    )
-    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME; must be named if neither torch nor jax made it"""
+    """file for the verdict as JSON"""
+    candidate: Annotated[
+        str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: the backend that made it)")
+    ] = None
+    """backend that runs steps again: torch, jax, FILE.py:NAME or module:NAME; required if neither torch nor jax made
+    it"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
     """the reference to check against: torch, jax, FILE.py:NAME or module:NAME"""
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
-    """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
+    """the run as it was before its Nth resume or rollback (branches/00N)"""
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None,
         tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """where the candidate runs steps again"""
+    """device of the candidate"""
     reference_devices: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
     ] = None
-    """devices of the reference (docs/guide/reference_sharding.md)"""
+    """number of devices of the reference (docs/guide/reference_sharding.md)"""
     reference_device: Annotated[
         Literal["cpu", "cuda"] | None,
         tyro.conf.arg(metavar="cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """where the reference computes"""
+    """device of the reference"""
     no_cause: bool = False
-    """stop at the origin: do not vary the configuration to find what makes it vanish"""
+    """stop at the origin; do not search for a setting that removes the fault"""
     verbose: bool = False
     """also print the whole table: a row for each stage, phase and scope"""
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Calibrate:
-    """Measure what checks of Lockstep's own trainer show on this machine, and have later checks here know of it.
+    """Measure the bounds of clean checks on this machine, for later checks here.
 
-    Bounds that are shipped were measured on another machine. This runs the shipped trainer, never a candidate, beside
-    its twin, and keeps the extremes by machine, versions and recipe. They widen bounds, or add some that a recipe
-    lacks; they never make one narrower. Where a shipped bound does not hold, nothing is kept without --widen.
+    The shipped bounds were measured on another machine. This command runs the shipped trainer, never a candidate,
+    beside its twin and keeps the extremes by machine, versions and recipe. They widen bounds or add missing ones, and
+    never narrow one. If a shipped bound is exceeded, nothing is kept without --widen.
     """
 
     config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
@@ -36,13 +36,13 @@ class Calibrate:
     checks: int = 6
     """checked steps"""
     between: int = 5
-    """training steps between two of them"""
+    """training steps between two checks"""
     widen: bool = False
-    """keep what was measured where a shipped bound does not hold as well: look at what it is first"""
+    """keep the measured extremes even if a shipped bound is exceeded; find out why first"""
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print what is wider than shipped, keep it; 1 if a shipped bound does not hold and nothing was kept."""
+    """Measure, print and keep the bounds wider than shipped; 1 if a shipped bound is exceeded and nothing was kept."""
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.evidence.gather import gather
     from lockstep.core.parity.judge.judge import Reference, judge
@@ -52,10 +52,10 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(Calibrate, "calibrate", argv, with_settings=True)
     if options.checks < 1:
-        raise UserError(f"command line: checks = {options.checks}: at least one is needed")
+        raise UserError(f"command line: checks = {options.checks}: must be at least 1")
     config = load_config(options.config, given)
     if config.train.ranks > 1:
-        raise UserError("a calibration is of one process: add --train.ranks 1")
+        raise UserError("calibrate runs in one process; add --train.ranks 1")
     data = open_data(config, options.config, given)
     trainer = open_named("torch")
     config = on_its_device(config, trainer)
@@ -90,8 +90,8 @@ def main(argv: list[str]) -> int:
         announce(f"wider than shipped: {line}")
     if wrong and not options.widen:
         complain(
-            f"{wrong} of {options.checks} checks of the shipped trainer do not keep the bounds: kernels round "
-            "otherwise here, or something is wrong. Nothing was kept; --widen keeps it."
+            f"{wrong} of {options.checks} checks of the shipped trainer exceed a bound: kernels on this machine "
+            "round differently, or something is wrong. Nothing was kept; --widen keeps the extremes."
         )
         return 1
     announce(f"{len(found.widened)} bounds are wider than shipped; kept in {here.write(recipe, found)}")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Convert:
-    """Write a checkpoint, weights and moments, in another format: the same bits under the same names.
+    """Write a checkpoint's weights and moments in another format: the same bits under the same names.
 
-    FROM is a checkpoint's folder, and so becomes TO; or a run, whose last intact checkpoint and whose records become a
-    new run TO, with which `lockstep train --resume TO` goes on in the other framework.
+    If FROM is a checkpoint's folder, TO becomes a checkpoint. If FROM is a run, its last intact checkpoint and its
+    records become a new run TO, which `lockstep train --resume TO` continues in the other framework.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROM")]
@@ -31,19 +31,19 @@ class Convert:
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """folder to make"""
     to: Literal["torch", "jax", "safetensors"] = "safetensors"
-    """torch: as torch.distributed.checkpoint writes it; jax: as orbax does; safetensors: params.safetensors and a file
-    for each kind of moment, tensors under their plain names"""
+    """torch: torch.distributed.checkpoint; jax: orbax; safetensors: params.safetensors and a file for each kind of
+    moment, with plain tensor names"""
 
 
 def main(argv: list[str]) -> int:
-    """Convert, read what was written, and compare every bit."""
+    """Convert, read the result back, and compare every bit."""
     from lockstep.core.checkpoint.format import MANIFEST
     from lockstep.core.run.layout import is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target
     if target.exists():
-        raise UserError(f"{target} is there already: name a folder to make")
+        raise UserError(f"{target} exists already; name a new folder")
     if not is_run(source) and not (source / MANIFEST).exists():
         raise UserError(f"{source} is neither a checkpoint nor a run directory")
     if not is_run(source):
@@ -51,11 +51,10 @@ def main(argv: list[str]) -> int:
         return 0
     if options.to == "safetensors":
         raise UserError(
-            f"{source} is a run, which goes on in a framework: --to torch or --to jax; "
-            f"plain safetensors are made of one of its checkpoints"
+            f"{source} is a run: choose --to torch or --to jax, or name one of its checkpoints for --to safetensors"
         )
     print(convert_run(source, target, options.to))
-    announce(f"go on with: lockstep train --resume {quoted(target)}")
+    announce(f"continue with: lockstep train --resume {quoted(target)}")
     return 0
 
 
@@ -68,7 +67,7 @@ def convert_run(source: Path, target: Path, to: str) -> Path:
     run = RunDir.open(source)
     last = run.last_intact(print)
     step = checkpoint_step(last) or 0
-    # Its settings are those of now, and its history begins anew.
+    # It has the settings now in force, and no history.
     own = ("config", "settings", "resumes", "branches", "damaged", "finished", "in_force", "deterministic")
     kept = {key: value for key, value in run.info.items() if key not in own}
     kept |= {ON_CPU: run.info.get(ON_CPU, BEFORE)}
@@ -96,7 +95,7 @@ def convert(source: Path, target: Path, to: str) -> Path:
 
 
 def writing(to: str) -> Callable[[State, Path], Writing]:
-    """Return a function that begins to write a state in a format."""
+    """Return a function that starts to write a state in a format."""
     if to == "torch":
         from lockstep.torch_backend import checkpoint as of_torch
 
@@ -111,7 +110,7 @@ def writing(to: str) -> Callable[[State, Path], Writing]:
 
 
 def read_orbax(folder: Path) -> State:
-    """Read the state that orbax wrote into a checkpoint, by the configuration that lies beside it."""
+    """Read the state that orbax wrote into a checkpoint, with the configuration beside it."""
     import json
 
     from lockstep.core.checkpoint.format import EXTRA

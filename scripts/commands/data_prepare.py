@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 class Prepare:
     """Turn text into token shards: `lockstep data prepare CONFIG` prepares the data of a run file.
 
-    Without CONFIG the defaults hold: the standard library of the running Python, into data/stdlib. Settings are
-    flags: --data.source DIR or s3://BUCKET/FOLDER, --data.path OUT, --data.column text, --data.tokenizer FILE,
+    Without CONFIG it prepares the default data, the standard library of the running Python, in data/stdlib. Settings
+    are flags: --data.source DIR or s3://BUCKET/FOLDER, --data.path OUT, --data.column text, --data.tokenizer FILE,
     --data.val-fraction 0.01, --data.on-broken skip, --data.duplicates drop, --model.vocab-size 4096.
     """
 
     config: Annotated[
         Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(default: none)")
     ] = None
-    """run file whose [data] and model.vocab_size say what to prepare"""
+    """run file; its [data] and model.vocab_size define the data"""
     workers: int = 0
-    """processes that encode; 0 = one a core, with --engine ray one a CPU of the cluster"""
+    """processes that encode; 0 = one per core, with --engine ray one per CPU of the cluster"""
     engine: Literal["local", "ray"] = "local"
-    """where text is encoded: processes of this machine, or Ray on one or many (docs/guide/cluster.md)"""
+    """where text is encoded: in processes of this machine, or by Ray on one or more machines (docs/guide/cluster.md)"""
     ray_address: Annotated[
         str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: RAY_ADDRESS, else this machine)")
     ] = None
-    """a running Ray: auto, or HOST:PORT of its head"""
+    """address of a running Ray: auto, or HOST:PORT of its head"""
     force: bool = False
-    """throw away what the folder holds of earlier preparations"""
+    """discard earlier preparations in the folder"""
 
 
 def main(argv: list[str]) -> int:
-    """Prepare, with a progress bar, and say what there is now."""
+    """Prepare the data with a progress bar, and print a summary."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     from lockstep.core.data.left_out import kept_copies_in_words, left_out_in_words
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
     if options.workers < 0:
-        raise UserError(f"command line: workers = {options.workers}: at least one process, or 0 for one a core")
+        raise UserError(f"command line: workers = {options.workers}: at least 1, or 0 for one per core")
     if options.ray_address is not None and options.engine != "ray":
-        raise UserError("command line: --ray-address is for Ray alone: give --engine ray, too")
+        raise UserError("command line: --ray-address needs --engine ray")
     config = load_config(options.config, given)
     data = config.data
     settings = PrepareSettings(
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     redone = engine.redone if engine is not None else 0
     found = {
         "state": state,
-        **({"lost workers": f"{plural(redone, 'part')} of the work begun again"} if redone else {}),
+        **({"lost workers": f"{plural(redone, 'part')} of the work started again"} if redone else {}),
         "documents": f"{index.train.documents:,} to train on, {index.val.documents:,} held out",
         **{name: words for name, words in records.items() if words},
         "tokens": f"{index.train.tokens:,} to train on, {index.val.tokens:,} held out",

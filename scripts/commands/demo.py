@@ -20,18 +20,18 @@ class Demo:
     """Plant a fault in a tiny trainer and let a check find it: `lockstep demo`.
 
     Two tiny models train for 40 steps on Lockstep's own sources, on the CPU; one of them has a fault that the loss does
-    not show. The report of that run is written, and opened where there is a browser. It needs no network and no data.
-    Ends 0 if the honest run agreed and the fault was found, 1 if the honest run disagreed, 2 if it could not.
+    not show. The command writes the report of that run, and opens it if there is a browser. It needs no network and no
+    data. Ends 0 if the honest run agreed and the fault was found, 1 if the honest run disagreed, 2 if it could not.
     """
 
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = OUT
-    """folder for the data, both runs and the report; an earlier demo there is replaced, and nothing else"""
+    """folder for the data, both runs and the report; only an earlier demo in it is replaced"""
     no_open: bool = False
     """do not open the report"""
 
 
 def main(argv: list[str]) -> int:
-    """Prepare, train twice, write the report, and print what was seen."""
+    """Prepare the data, train twice, write the report, and print the results."""
     from lockstep.core.sinks.terminal import open_console
     from lockstep.scripts.shared import demo_story
     from lockstep.scripts.shared.demo_run import FAULTY, HONEST, claimed, prepared, trained
@@ -52,5 +52,5 @@ def main(argv: list[str]) -> int:
     if honest.disagreed:
         return 1
     if not faulty.disagreed:
-        raise UserError(f"the planted fault was not found: {folder / f'{FAULTY}.log'} has what the run printed")
+        raise UserError(f"the planted fault was not found; the run's output is in {folder / f'{FAULTY}.log'}")
     return 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Export:
-    """Write a run's model as a folder that Hugging Face's transformers loads, tokenizer included.
+    """Write a run's model and tokenizer as a folder that Hugging Face's transformers loads.
 
     Neither Lockstep nor the network is needed for `AutoModelForCausalLM.from_pretrained(OUT)` and
     `AutoTokenizer.from_pretrained(OUT)`. Every bit is read back and compared.
@@ -30,13 +30,13 @@ class Export:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """run directory, or a checkpoint (RUN/checkpoints/step_000100)"""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """folder to make"""
+    """new folder"""
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the last intact)")] = None
     """which checkpoint of a run"""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """format of the numbers; its roundings are reported"""
+    """dtype of the tensors; roundings are reported"""
     shard_gb: float = 5.0
-    """GB (10^9) of tensors in one file; a larger model has several files and an index"""
+    """most GB (10^9 bytes) of tensors in a file; a larger model takes several files and an index"""
     tokenizer: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the run's data)")
     ] = None
@@ -44,7 +44,7 @@ class Export:
 
 
 def main(argv: list[str]) -> int:
-    """Read the checkpoint, write the folder, and say what transformers will compute otherwise."""
+    """Read the checkpoint, write the folder, and print what transformers computes differently."""
     from lockstep.core.checkpoint.format import load_checkpoint
     from lockstep.core.files.paths import quoted
     from lockstep.core.hub.write import require_family, write_folder
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     files = f", {done.files} files" if done.files > 1 else ""
     announce(
         f"{options.out}: {done.architecture}, {done.numbers:,} numbers in {done.tensors} tensors{files}, "
-        f"{options.dtype}, of step {state.step}; read back, every bit the same"
+        f"{options.dtype}, step {state.step}; read back bit for bit"
     )
     for line in notes(config, tokenizer, done, options.dtype):
         announce(f"  {line}")
@@ -76,11 +76,11 @@ def main(argv: list[str]) -> int:
 
 
 def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: str) -> Iterator[str]:
-    """Describe what transformers computes otherwise than the run did, a line each."""
+    """Describe in a line each what transformers computes differently from the run."""
     from lockstep.core.hub.write import MOST_SUPPRESSED, require_family
 
     if done.rounded:
-        yield f"rounded to {dtype}: a number has changed by up to {done.rounded:.1e} of itself"
+        yield f"rounded to {dtype}: a number changed by up to {done.rounded:.1e} of itself"
     precision = config.precision
     if precision.chosen.rounds or precision.plan.changed or precision.fp8:
         yield (
@@ -90,13 +90,13 @@ def notes(config: RunConfig, tokenizer: TextTokenizer, done: Exported, dtype: st
     apart = [name for name in ("document_mask", "reset_positions") if getattr(config.attention, name)]
     if apart:
         said = " and ".join(f"attention.{name}" for name in apart)
-        yield f"trained with {said}: transformers knows no documents; give it one a sequence"
+        yield f"trained with {said}: transformers does not separate documents; pass one document per sequence"
     if config.loss.z_loss:
-        yield "trained with loss.z_loss: a loss that transformers computes is without it"
+        yield "trained with loss.z_loss: the loss of transformers does not include it"
     if unused := config.model.vocab_size - tokenizer.vocab_size:
         drawn = "may draw them" if unused > MOST_SUPPRESSED else "draws none of them (generation_config.json)"
-        yield f"{unused:,} rows of the vocabulary stand for no token: `generate` {drawn}"
-    longest = f"the longest sequence that it was trained on has {config.train.longest} tokens"
+        yield f"{unused:,} rows of the vocabulary belong to no token: `generate` {drawn}"
+    longest = f"it was trained on sequences of at most {config.train.longest} tokens"
     # GPT-2's own table limits the length.
     yield f"max_position_embeddings: {longest}" if require_family(config).longest else longest
 
@@ -124,7 +124,7 @@ def _source(options: Export) -> tuple[Path, RunConfig, TextTokenizer]:
 
 
 def _settings_of(checkpoint: Path) -> RunConfig:
-    """Read the settings that lie beside the tensors of a checkpoint, whose files are checked against its manifest."""
+    """Read the settings beside a checkpoint's tensors. The files are checked against the checkpoint's manifest."""
     import json
 
     from pydantic import ValidationError

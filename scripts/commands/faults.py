@@ -1,4 +1,4 @@
-"""`lockstep faults`: plant the known faults one by one, and compare what is named with what is promised."""
+"""`lockstep faults`: plant the known faults one by one, and compare each finding with the expected one."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ QUICKSTART = shipped_config("quickstart")
 class Faults:
     """Plant known faults in the trainer and print the scoreboard: `lockstep faults`, `lockstep faults KvHeadsTiled`.
 
-    Ends 0 if every fault was found in time and named as promised, 1 otherwise, 2 if it could not run.
+    Ends 0 if every fault was found in time and named as expected, 1 otherwise, 2 if it could not run.
     """
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
-    """faults to plant; none = all that the recipe allows"""
+    """faults to plant; without a name, all that the recipe allows"""
     config: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: quickstart.toml)")] = QUICKSTART
-    """run file (TOML) of the trainer that they are planted in"""
+    """run file (TOML) of the trainer in which the faults are planted"""
     recipe: tuple[str, ...] = ("bf16/eager",)
     """precision policy / eager or compiled, one or more"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write the scoreboard here as JSON, after every fault"""
+    """file for the scoreboard as JSON, written after every fault"""
     resume: bool = False
-    """keep the rows that FILE holds already"""
+    """keep the rows that the JSON file already has"""
     causes: Literal["promised", "all", "none"] = "promised"
-    """for which faults the step is run again with one thing changed at a time"""
+    """faults whose step is run again with one setting changed at a time"""
 
 
 def with_recipe(given: dict[str, str], recipe: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ def with_recipe(given: dict[str, str], recipe: str) -> dict[str, str]:
 
 
 def stamp(config: RunConfig, causes: str) -> str:
-    """Return the digest of a row's inputs apart from code: bounds, configuration, expectations, causes sought."""
+    """Return a digest of a row's inputs other than code: bounds, configuration, expectations, causes sought."""
     from importlib import resources
 
     bounds = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json").read_bytes()
@@ -70,7 +70,7 @@ def stamp(config: RunConfig, causes: str) -> str:
 
 @on_every_rank
 def main(argv: list[str]) -> int:
-    """Plant the faults, judge and print them; return 0 if all is as promised."""
+    """Plant, judge and print the faults; return 0 if all findings are as expected."""
     from lockstep.core.config.file import load_config
     from lockstep.core.sinks.terminal import open_console
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if not options.recipe:
         raise UserError("command line: recipe has no value")
     if options.resume and options.json is None:
-        raise UserError("command line: resume: say with json which file to go on with")
+        raise UserError("command line: resume: name the file to continue with --json")
     check_file("json", options.json)
 
     def config_of(recipe: str) -> RunConfig:
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
             start_ranks(ranks, words, quiet=True)
             found = read(file, mark)
         if lost := set(names) - {row.name for row in found}:
-            raise UserError(f"no row of {', '.join(sorted(lost))}: the {ranks} ranks that plant them have ended before")
+            raise UserError(f"no row of {', '.join(sorted(lost))}: the {ranks} ranks that plant them ended first")
         return found
 
     with ranks_of_launch(configs[0]) as ranks:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.core.hub.read import HubModel
     from lockstep.core.run.data import RunData
 
-# Under which run.json notes it.
+# The key of the import's entry in run.json.
 IMPORTED = "imported_from"
 
 
@@ -25,21 +25,20 @@ IMPORTED = "imported_from"
 class Import:
     """Begin a run from the model in a Hugging Face folder: `lockstep import PATH RUN --config FILE`.
 
-    The model's settings are those of PATH/config.json, all others those of the run file and the command line. The
-    weights become the checkpoint of step 0, from which `lockstep train --resume RUN` goes on. The data must have been
-    prepared with the folder's tokenizer.
+    PATH/config.json sets the model; the run file and the command line set the rest. The weights become the checkpoint
+    of step 0, which `lockstep train --resume RUN` continues. The data must be prepared with the folder's tokenizer.
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """folder with config.json, *.safetensors and tokenizer.json"""
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """run directory to make"""
+    """new run directory"""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the defaults)")] = None
-    """run file (TOML) with the settings of data and training; its model is not read"""
+    """run file (TOML) with the settings of data and training; its [model] is not read"""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in PATH)")] = None
-    """the model's tokenizer.json, if PATH has none"""
+    """the model's tokenizer.json, if PATH does not hold it"""
     backend: Literal["torch", "jax"] = "torch"
-    """who is to train"""
+    """backend that trains the run"""
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(Import, "import", argv, with_settings=True)
     if options.run.exists() or options.run.is_symlink():
-        raise UserError(f"{options.run} is there already: name a run directory to make")
+        raise UserError(f"{options.run} exists already; name a new run directory")
     found = HubModel.of(HubFolder(options.path))
     config = _config(options, given, found)
     data = _data(options, given, config, found)
@@ -60,29 +59,31 @@ def main(argv: list[str]) -> int:
     formats = sorted({where.dtype for where in found.folder.tensors.values()})
     announce(
         f"{options.run}: {found.family.architecture}, {len(found.folder.tensors)} tensors ({', '.join(formats)}), "
-        "step 0; every bit is that of the folder"
+        "step 0; bit for bit as in the folder"
     )
     for line in found.left_out:
         announce(f"  {line}")
-    announce(f"go on with: lockstep train --resume {quoted(options.run)}")
+    announce(f"continue with: lockstep train --resume {quoted(options.run)}")
     return 0
 
 
 def _config(options: Import, given: dict[str, str], found: HubModel) -> RunConfig:
-    """Return the run's settings. Raises UserError as `load_config`, and if a flag contradicts the folder."""
+    """Return the run's settings. Raises UserError as `load_config` does, and if a flag contradicts the folder."""
     from lockstep.core.config.file import load_config
 
     model = {f"model.{name}": value for name, value in found.model.model_dump().items()}
     fixed = {**model, "initial": "imported"}
     if differ := [key for key in given if key in fixed and not _says(given[key], fixed[key])]:
         key = differ[0]
-        raise UserError(f"command line: {key} = {given[key]}: {options.path} has it at {_text(fixed[key])}")
+        raise UserError(
+            f"command line: {key} = {given[key]}: {options.path} has {_text(fixed[key])}; leave the flag out"
+        )
     own = {key: _text(value) for key, value in fixed.items()}
     return load_config(options.config, {"name": options.run.name, **given, **own})
 
 
 def _says(text: str, value: Any) -> bool:
-    """Return whether a flag's text stands for a value: 1e4 for 10000.0."""
+    """Return whether a flag's text has this value, as 1e4 has the value 10000.0."""
     if isinstance(value, bool | str):
         return text == _text(value)
     try:
@@ -109,11 +110,11 @@ def _data(options: Import, given: dict[str, str], config: RunConfig, found: HubM
     if not file.is_file():
         raise UserError(f"{file} is missing: name the model's tokenizer.json with --tokenizer FILE")
     if options.tokenizer is None and leads_out(file, found.folder.path):
-        raise UserError(f"{file} is a link that leads out of the folder; put the file there")
+        raise UserError(f"{file} is a link to outside the folder; copy the file into the folder")
     tokenizer = load_tokenizer(file)
     rows = config.model.vocab_size
     if tokenizer.vocab_size > rows:
-        raise UserError(f"{file} has {tokenizer.vocab_size:,} tokens, and the model {rows:,} rows for them")
+        raise UserError(f"{file} has {tokenizer.vocab_size:,} tokens, but the model has {rows:,} rows")
     words = ["lockstep", "data", "prepare", *([str(options.config)] if options.config else [])]
     folders = config.data.folders
     folder = next((one for one in folders if not (Path(one) / INDEX_NAME).is_file()), folders[0])
@@ -125,7 +126,7 @@ def _data(options: Import, given: dict[str, str], config: RunConfig, found: HubM
     data = RunData.open(config)
     if data.dataset.facts()["tokenizer_fingerprint"] != tokenizer.fingerprint:
         raise UserError(
-            f"{folder} was prepared with another tokenizer than {file}; choose another data.path and {making}"
+            f"{folder} was prepared with another tokenizer than {file}; choose another data.path, and {making}"
         )
     return data
 

@@ -25,10 +25,10 @@ NAME, VERSION, SAID = 23, 22, 12
 
 @dataclass
 class Museum:
-    """Run silent bugs that shipped, from the released packages: with the bug, and beside it without.
+    """Run silent bugs of released packages, with the bug and without it.
 
-    Without a name, list them. Ends 0 if everything was caught or missed as its exhibit declares, 1 otherwise, 2 if
-    something could not run.
+    Without a name, list the exhibits. Ends 0 if each bug was caught or missed as its exhibit declares, 1 otherwise, 2
+    if one could not run.
     """
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
@@ -36,16 +36,16 @@ class Museum:
     all: bool = False
     """run every exhibit"""
     install: bool = False
-    """let pip put packages that are missing into the folder of environments; nothing else is installed or changed"""
+    """install missing packages by pip into the folder of environments, and nowhere else"""
     environments: Annotated[
         Path | None,
         tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: in the cache folder)"),
     ] = None
-    """where the released packages lie"""
+    """folder of the released packages"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write what was found here, a line an exhibit, as it comes; lines of other exhibits are kept"""
+    """file for the results, a line per exhibit, written after each; lines of other exhibits are kept"""
     repro: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
-    """run nothing: write scripts of unfixed bugs into this folder, for the makers of the package"""
+    """run nothing; write scripts that show unfixed bugs to the package's maintainers into this folder"""
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
     options, _ = parse(Museum, "museum", argv, with_settings=False)
     if options.all and options.names:
-        raise UserError("command line: all: runs every exhibit, and names are given")
+        raise UserError("command line: all: --all runs every exhibit; leave the names out")
     wanted = chosen(tuple(exhibits()) if options.all else options.names)
     if options.repro is not None:
         return write_repros(wanted or list(exhibits().values()), options.repro, named=bool(options.names))
@@ -79,7 +79,7 @@ def default_folder() -> Path:
 
 
 def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: Path | None) -> int:
-    """Install what is missing if that was asked for, run, print and record; return the exit code."""
+    """Install missing packages with --install, run the exhibits, print and record the results; return the exit code."""
     from lockstep.scripts.museum import environments as packages
     from lockstep.scripts.museum.run import missing, run_exhibit
 
@@ -98,7 +98,7 @@ def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: P
         except UserError as error:
             failed += 1
             for line in error.lines:
-                print(textwrap.fill(f"could not: {line}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+                print(textwrap.fill(f"could not run: {line}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
             continue
         unexpected += not told.as_expected
         print_told(told)
@@ -110,14 +110,14 @@ def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: P
 
 
 def print_told(told: Told) -> None:
-    """Print one row, and what was said of the bug."""
+    """Print one row, and the finding on the bug."""
     e, shipped, fixed = told.exhibit, told.shipped, told.fixed
     row = f"{e.name:<{NAME}} {e.version('shipped'):<{VERSION}} {verdict(shipped):<{SAID}} {verdict(fixed):<{SAID}}"
     print(f"{row} {'yes' if told.caught else 'no'}")
     if not told.as_expected:
         due = f"step {e.acts_at}, {e.stage}, {e.words!r}" if e.caught else "agreed"
         print(
-            textwrap.fill(f"UNEXPECTED: due is {due}; then agreed", WIDTH, initial_indent="  ", subsequent_indent="  ")
+            textwrap.fill(f"UNEXPECTED: expected {due}, then agreed", WIDTH, initial_indent="  ", subsequent_indent="")
         )
     words = shipped["headline"] if shipped["step"] in (None, 0) else shipped["words"]
     shown = textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=6, placeholder=" …")
@@ -146,10 +146,10 @@ def write_repros(them: Sequence[Exhibit], folder: Path, named: bool) -> int:
 
     texts = {one.name: repro_of(one.name) for one in them}
     if named and (without := [name for name, text in texts.items() if text is None]):
-        raise UserError(f"{without[0]} is fixed, and has no script for its makers")
+        raise UserError(f"{without[0]} is fixed, so it has no script for the maintainers")
     files = {folder / f"{name}.py": text for name, text in texts.items() if text is not None}
     if there := [path for path in files if path.exists()]:
-        raise UserError(f"{there[0]} is there already")
+        raise UserError(f"{there[0]} exists already")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(str(text), encoding="utf-8")

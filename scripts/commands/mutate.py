@@ -1,4 +1,4 @@
-"""`lockstep mutate`: make the training step wrong in many ways, one at a time, and count which a check finds."""
+"""`lockstep mutate`: change the training step place by place, and count the changes that a check finds."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ ROWS, PAGE, PICTURE = "mutants.jsonl", "mutants.md", "mutants.svg"
 
 @dataclass
 class Mutate:
-    """Make the trainer wrong in many ways, one at a time, and count which of them a check finds.
+    """Change the trainer in many places, one at a time, and count the changes that a check finds.
 
-    A mutant is a place of the step, an operator and a condition: blocks.1.mlp.act:backward*scale(+2^-6)@always.
+    A mutant is a place in the step, an operator and a condition: blocks.1.mlp.act:backward*scale(+2^-6)@always.
     Ends 0 if a check found every mutant that moves the step by more than 1 %, 1 otherwise, 2 if it could not run.
     """
 
     config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
-    """run file (TOML) of the trainer that is made wrong; configs/mutate.toml is cheap"""
+    """run file (TOML) of the trainer; configs/mutate.toml is small"""
     sample: int = 200
-    """mutants to draw; the first of them are the same for every number"""
+    """number of mutants to draw; a larger draw begins with the same mutants"""
     draw_seed: int = 20261124
     """seed of the draw"""
     only: tuple[str, ...] = ()
-    """mutants to run instead, by id"""
+    """ids of the mutants to run instead"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
-    """write a line for each mutant, and a page and a picture over all recipes, into this folder"""
+    """folder for a line per mutant, and for a page and a picture of all recipes"""
     resume: bool = False
-    """keep the rows that FOLDER holds already"""
+    """keep the rows that the folder already has"""
     jobs: int = 1
-    """processes that share the mutants; with several ranks, 1"""
+    """processes that share the mutants; 1 with several ranks"""
 
 
 def stamp(config: RunConfig) -> str:
-    """Return the digest of what decides a row, apart from code: bounds and configuration."""
+    """Return a digest of a row's inputs other than code: bounds and configuration."""
     from importlib import resources
 
     bounds = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bounds.json").read_bytes()
@@ -72,7 +72,7 @@ def stamp(config: RunConfig) -> str:
 
 @on_every_rank
 def main(argv: list[str]) -> int:
-    """Run mutants, print and write what came of them; return 1 if one survives."""
+    """Run mutants, print and write their results; return 1 if one survives."""
     from lockstep.core.config.file import load_config
     from lockstep.core.parity.measures import calibrated_bounds
     from lockstep.scripts.shared.backends import TRAINER, on_its_device, open_named
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         place_of(config, one)
     chosen = chosen or draw(config, options.sample, options.draw_seed)
     if not chosen:
-        raise UserError("there is nothing to mutate: no mutant was drawn")
+        raise UserError("nothing to mutate: no mutant was drawn")
     data = open_data(config, options.config, given)
     if needs_start(config):
         return start_ranks(config.train.ranks, ["mutate", *argv])
@@ -129,10 +129,10 @@ def _run(
 def _check_ranks(config: RunConfig, options: Mutate) -> None:
     if config.parallel.strategy != "ddp":
         raise UserError(
-            f"parallel.strategy = {config.parallel.strategy}: mutants change whole tensors, as ddp has them"
+            f"parallel.strategy = {config.parallel.strategy}: mutants change whole tensors, which only ddp has"
         )
     if options.jobs > 1:
-        raise UserError(f"command line: jobs = {options.jobs}: {config.train.ranks} ranks run one mutant at a time")
+        raise UserError(f"command line: jobs = {options.jobs}: with {config.train.ranks} ranks it must be 1")
 
 
 def _check(options: Mutate) -> None:
@@ -140,7 +140,7 @@ def _check(options: Mutate) -> None:
         if getattr(options, name) < least:
             raise UserError(f"command line: {name} = {getattr(options, name)}: at least {least}")
     if options.resume and options.out is None:
-        raise UserError("command line: resume: say with out which folder to go on with")
+        raise UserError("command line: resume: name the folder to continue with --out")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
         raise UserError(f"command line: out = {options.out}: not a folder")
 
@@ -149,7 +149,7 @@ def _check(options: Mutate) -> None:
 class Book:
     """The rows kept in a folder; without a folder, none are kept.
 
-    Each recipe has a line of its own before its first row: what its rows are of, and the settings that made them.
+    A line before each recipe's first row holds the recipe and the settings that made its rows.
     A mutant without a verdict is tried again. settings: of each recipe.
     """
 
@@ -160,10 +160,10 @@ class Book:
 
     @classmethod
     def open(cls, folder: Path | None, made: Mapping[str, Any], given: Mapping[str, str], resume: bool) -> Book:
-        """Open the rows of a folder, anew or to go on.
+        """Open the rows of a folder, new or to be continued.
 
-        made: the recipe (`of`) and what decides its rows. given: its settings. Raises UserError for rows of this recipe
-        that were made otherwise.
+        made: the recipe (`of`) and the digest of its rows' inputs. given: its settings. Raises UserError for rows of
+        this recipe from other inputs.
         """
         book = cls(folder)
         if folder is None:
@@ -174,13 +174,15 @@ class Book:
             raise UserError(f"cannot make {folder}: {error.strerror or error}") from error
         path = folder / ROWS
         if path.exists() and not resume:
-            raise UserError(f"{path} is there already: --resume goes on with it")
+            raise UserError(f"{path} exists already; --resume continues it")
         for line in scan_lines(path) if path.exists() else ():
             if line.value is None:
                 continue
             if "of" in line.value:
                 if line.value["of"] == made["of"] and {key: line.value.get(key) for key in made} != made:
-                    raise UserError(f"{path}: its rows of {made['of']} are of other bounds, settings or another seed")
+                    raise UserError(
+                        f"{path}: its rows of {made['of']} were made with other bounds, settings or another seed"
+                    )
                 book.settings[line.value["of"]] = line.value["settings"]
             elif not line.value["error"]:
                 book.rows.append(Row.from_json(line.value))
@@ -233,7 +235,7 @@ def said(row: Row, in_full: bool) -> list[str]:
 
 
 def command(row: Row, config: Path, given: Mapping[str, str]) -> str:
-    """Return the line that runs the mutant of a row."""
+    """Return the command that runs a row's mutant."""
     settings = [word for key, text in given.items() for word in (f"--{key.replace('_', '-')}", text)]
     return shlex.join(["lockstep", "mutate", str(config), *settings, "--only", row.id])
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.data import RunData
     from lockstep.core.run.ranks import Ranks
 
-# A check whose passes took this many seconds prints so before it goes on to judge them.
+# A check whose passes took this many seconds prints their duration before it judges them.
 LONG = 30.0
 
 
@@ -45,22 +45,23 @@ class Parity:
     config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """run file (TOML)"""
     steps: int = 2
-    """steps to check, from the initial weights on"""
+    """number of steps to check, from the initial weights"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write the verdict here as JSON"""
+    """file for the verdict as JSON"""
     candidate: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "torch"
-    """the trainer to check: torch, jax, hf (transformers' own model), litgpt, FILE.py:NAME or module:NAME"""
+    """trainer to check: torch, jax, hf (transformers' own model), litgpt, FILE.py:NAME or module:NAME"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
-    """the reference to check it against: torch, jax, hf (transformers' own model: logits, loss, every gradient, under
-    fp32 and fp64), FILE.py:NAME or module:NAME"""
+    """reference to check it against: torch, jax, hf (transformers' own model: logits, loss, every gradient, under fp32
+    and fp64), FILE.py:NAME or module:NAME"""
     capsules: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("capsules")
-    """folder for the first step that disagrees, with a script that repeats the fault without Lockstep"""
+    """folder for a capsule of the first step that disagrees, with a script that reproduces the fault without
+    Lockstep"""
     quick: bool = False
-    """only the verdict: do not run a step that disagrees again to search for the cause"""
+    """print only the verdict; do not rerun a step that disagrees to search for the cause"""
     free_running: bool = False
-    """do not check: train both independently, and print how far they drift apart"""
+    """check nothing; train both independently, and print how far they drift apart"""
     verbose: bool = False
-    """also print the whole table: a row for each stage, phase and scope"""
+    """also print the whole table, a row for each stage, phase and scope"""
 
 
 @on_every_rank
@@ -71,11 +72,11 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(Parity, "parity", argv, with_settings=True)
     if options.steps < 1:
-        raise UserError(f"command line: steps = {options.steps}: at least one step is needed")
+        raise UserError(f"command line: steps = {options.steps}: must be at least 1")
     check_file("json", options.json)
     if is_run(options.capsules.resolve().parent):
         raise UserError(
-            f"command line: capsules = {options.capsules}: a run's own capsules lie there; name another folder"
+            f"command line: capsules = {options.capsules}: this folder holds a run's own capsules; name another folder"
         )
     config = load_config(options.config, given)
     require_seed(config)
@@ -117,9 +118,9 @@ def _check(options: Parity, config: RunConfig, data: RunData, candidate: Backend
 
     def gathered(step: int, seconds: float) -> None:
         if seconds >= LONG:
-            say(f"step {step}: its passes took {duration(seconds)}; it is judged now …")
+            say(f"step {step}: its passes took {duration(seconds)}; now it is judged …")
 
-    say("checking step 1: its programs are compiled first, which can take minutes …")
+    say("checking step 1: its programs are compiled first; this can take minutes …")
     try:
         config = on_its_device(config, candidate)
         alarm = _alarm(options, candidate, reference, config, tell)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.core.plan.data import Reading
     from lockstep.core.plan.estimate import Estimate
 
-# Columns that the widest table needs.
+# Width of the widest table.
 _WIDE = 150
 
 
@@ -33,7 +33,7 @@ class Plan:
     """Estimate memory, time and cost of a run before you rent a GPU: `lockstep plan CONFIG --gpu h100`.
 
     Estimates come from formulas (docs/guide/plan.md); no GPU is needed. Ends 0 with a plan. If the run does not fit as
-    configured, the last line names a micro-batch or policy that fits. Ends 2 if nothing fits.
+    configured, the last line names a micro-batch or a checkpointing policy that fits. Ends 2 if nothing fits.
     """
 
     config: Annotated[
@@ -47,7 +47,7 @@ class Plan:
     )
     """price of a GPU hour"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write the plan here as JSON too, in bytes and seconds"""
+    """file for the plan as JSON, in bytes and seconds"""
 
 
 def main(argv: list[str]) -> int:
@@ -101,7 +101,7 @@ def print_plan(
     from lockstep.core.sinks.terminal import open_console
 
     config = estimate.config
-    # A file takes any width; on a narrow terminal the rows of a wide table stand below each other.
+    # A file has no width limit. A narrow terminal shows each row of a wide table as lines.
     wide = console if console.is_terminal or console.width >= _WIDE else open_console(_WIDE)
 
     def print_wide(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

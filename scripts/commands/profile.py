@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.ranks import Ranks
 
 TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
-# Only the steps that are meant, with the kernels inside CUDA graphs one by one.
+# Record only the profiled steps, and list each kernel inside a CUDA graph.
 NSYS = (
     "nsys profile --trace=cuda,nvtx,cublas,cudnn --sample=none --cpuctxsw=none --cuda-graph-trace=node "
     "--capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true"
@@ -45,19 +45,19 @@ class Profile:
     config: Annotated[
         Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(this or --trace)")
     ] = None
-    """run file (TOML); its data is read if it is prepared, else tokens are random"""
+    """run file (TOML); the tokens are random if its data is not prepared"""
     out: Annotated[
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: profiles/NAME; with --trace: none)")
     ] = None
-    """folder to write to; what an earlier profile wrote there is replaced"""
+    """folder for the profile; an earlier profile in it is replaced"""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: record one)")] = None
-    """record nothing: summarize this trace of PyTorch's profiler"""
+    """record nothing; summarize this trace of PyTorch's profiler"""
     top: int = 20
-    """kernels in the summary"""
+    """number of kernels in the summary"""
     no_floor: bool = False
-    """do not measure what no step can beat"""
+    """do not measure the lower bound of the step's time"""
     nvtx: bool = False
-    """write nothing: make the steps with NVTX ranges for Nsight Systems, which starts this command (see the summary)"""
+    """write nothing; run the steps with NVTX ranges. Nsight Systems starts this command (see the summary)"""
 
 
 @on_every_rank
@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     options, given = parse(Profile, "profile", argv, with_settings=True)
     if (options.config is None) == (options.trace is None):
-        raise UserError("name a run file to profile, or --trace FILE to summarize, and not both")
+        raise UserError("name either a run file to profile or --trace FILE to summarize")
     if options.top < 1:
         raise UserError(f"top = {options.top}: must be at least 1")
     if options.trace:
         if given or options.nvtx:
-            raise UserError("--trace reads a trace that is there: settings and --nvtx have no meaning for it")
+            raise UserError("--trace reads an existing trace; leave out the settings and --nvtx")
         found = summarize(read_trace(options.trace), options.top)
         if options.out:
             make(options.out)
@@ -90,15 +90,15 @@ def main(argv: list[str]) -> int:
 
 
 def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv: list[str], ranks: Ranks) -> int:
-    """Record steps of a run, summarize them, and say how to see them in Nsight Systems.
+    """Record steps of a run, summarize them, and print the command for Nsight Systems.
 
-    Every rank makes the steps, and rank 0 records them.
+    Every rank runs the steps, and rank 0 records them.
     """
     from lockstep.core.profile.summary import summarize
     from lockstep.core.profile.trace import read_trace
     from lockstep.torch_backend.tools.profile import STEPS, record, under_nsight, unrecorded
 
-    # No step of these may be beyond the schedule's end.
+    # None of these steps may lie beyond the schedule's end.
     train = config.train.model_copy(update={"steps": max(config.train.steps, STEPS)})
     config = config.model_copy(update={"train": train})
     backend: Any = open_named(TRAINER)
@@ -139,7 +139,7 @@ def profile(options: Profile, config: RunConfig, given: Mapping[str, str], argv:
 def batches_of(
     stack: ExitStack, options: Profile, config: RunConfig, given: Mapping[str, str]
 ) -> tuple[Iterator[Batch], str]:
-    """Return the run's batches as training reads them, or random ones where no data is prepared; and which they are."""
+    """Return the run's batches, or random ones if no data is prepared, and a description of them."""
     from lockstep.core.data.index import INDEX_NAME
     from lockstep.core.data.loader import Prefetcher
     from lockstep.scripts.shared.open_data import open_data
@@ -149,7 +149,7 @@ def batches_of(
     assert options.config is not None
     missing = [folder for folder in config.data.folders if not (Path(folder) / INDEX_NAME).is_file()]
     if missing and not config.attention.needs_documents:
-        return itertools.cycle(random_batches(config)), f"random tokens, as {missing[0]} holds no prepared data"
+        return itertools.cycle(random_batches(config)), f"random tokens: {missing[0]} holds no prepared data"
     data = open_data(config, options.config, given)
     batches = stack.enter_context(Prefetcher(data.batch, 1, STEPS + 1, config.data.prefetch))
     return batches, f"tokens of {config.data.title}"
@@ -166,13 +166,13 @@ def floor_of(config: RunConfig) -> float | None:
 
 
 def nsys(out: Path, argv: list[str], ranks: int = 1) -> str:
-    """Return the command that shows the same steps in Nsight Systems."""
+    """Return the command that records the same steps with Nsight Systems."""
     lockstep = "lockstep" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m lockstep"
     return f"{NSYS} --output={shlex.quote(str(out / 'nsys'))} {lockstep} {shlex.join(['profile', *argv, '--nvtx'])}"
 
 
 def make(folder: Path) -> None:
-    """Make the folder. Raises UserError if it cannot be."""
+    """Make the folder. Raises UserError if this fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

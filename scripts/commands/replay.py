@@ -36,45 +36,46 @@ EXIT = {"agreed": 0, "disagreed": 1, "could_not": 2}
 class Replay:
     """Judge steps later and elsewhere: `lockstep replay PATH`, PATH a run directory, a capsule or a loss spike.
 
-    The evidence in a capsule is judged again without the candidate. Where there is none, or with --run-again,
-    --candidate or --device, its step is run again and judged in full. For a run, steps with recorded sketches and a
-    stored state are judged end to end as they were made; steps with a state alone are run again. The batch of a spike
-    is run again by the candidate alone, and its loss held to the recorded one, bit for bit. Ends 0 if all agreed, 1 if
-    any disagreed, 2 if it could not (docs/guide/replay.md).
+    A capsule's evidence is judged again without the candidate. If it has none, or with --run-again, --candidate or
+    --device, its step is run again and judged in full. In a run, steps with recorded sketches and a stored state are
+    judged end to end from these; steps with only a state are run again. A spike's batch is run again by the candidate
+    alone, and its loss must equal the recorded one bit for bit. Ends 0 if all agreed, 1 if any disagreed, 2 if it could
+    not (docs/guide/replay.md).
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """run directory, capsule (runs/NAME/capsules/step_000040) or spike (runs/NAME/spikes/step_000123)"""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: all there are)")] = None
-    """judge this step alone; the candidate runs up to it where no state is stored"""
+    """judge only this step; without a stored state, the candidate runs the steps before it"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
-    """write the verdict here as JSON"""
+    """file for the verdict as JSON"""
     run_again: bool = False
-    """let the candidate run a capsule's step again, though the capsule holds the evidence"""
-    candidate: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: who made it)")] = (
-        None
-    )
-    """who runs steps again: torch, jax, FILE.py:NAME or module:NAME; must be named if neither torch nor jax made it"""
+    """let the candidate run a capsule's step again even if the capsule holds the evidence"""
+    candidate: Annotated[
+        str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: the backend that made it)")
+    ] = None
+    """backend that runs steps again: torch, jax, FILE.py:NAME or module:NAME; required if neither torch nor jax made
+    it"""
     reference: Annotated[str, tyro.conf.arg(metavar="BACKEND")] = "jax"
-    """the reference to check against: torch, jax, FILE.py:NAME or module:NAME"""
+    """reference to check against: torch, jax, FILE.py:NAME or module:NAME"""
     branch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the run as it is)")] = None
-    """the run as it was before its Nth resume or roll-back set it back (branches/00N)"""
+    """the run as it was before its Nth resume or rollback (branches/00N)"""
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None,
         tyro.conf.arg(metavar="auto|cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """where the candidate runs steps again"""
+    """device of the candidate"""
     reference_devices: Annotated[
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: as recorded)")
     ] = None
-    """devices of the reference (docs/guide/reference_sharding.md)"""
+    """number of devices of the reference (docs/guide/reference_sharding.md)"""
     reference_device: Annotated[
         Literal["cpu", "cuda"] | None,
         tyro.conf.arg(metavar="cpu|cuda", help_behavior_hint="(default: as recorded)"),
     ] = None
-    """where the reference computes"""
+    """device of the reference"""
     verbose: bool = False
-    """also print the whole table: a row for each stage, phase and scope"""
+    """also print the whole table, a row for each stage, phase and scope"""
 
 
 @on_every_rank
@@ -117,7 +118,7 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
         if needs_start(config, candidate):
             return start_ranks(config.train.ranks, words)
     packed = capsule.verdict
-    console.print(f"step {capsule.step}, packed as: {_said(packed)}", markup=False, soft_wrap=True)
+    console.print(f"step {capsule.step}, packed verdict: {_said(packed)}", markup=False, soft_wrap=True)
     for line in other_versions(capsule, versions()):
         console.print(f"other versions: {line}", style="yellow", markup=False, soft_wrap=True)
     with nullcontext(ONE) if kept else ranks_of_launch(config) as ranks:
@@ -130,7 +131,7 @@ def _capsule(console: Console, options: Replay, words: Sequence[str]) -> int:
     file = options.json if ranks.rank == 0 else None
     code = _report(console, [found], calibrated_bounds.recipe_of(config), file, context, verbose=options.verbose)
     same = found.check is not None and _said(found.check.to_json()) == _said(packed)
-    said = "the verdict is the one that was packed" if same else f"the packed verdict was another: {_said(packed)}"
+    said = "the verdict is the one that was packed" if same else f"differs from the packed verdict: {_said(packed)}"
     console.print(said, markup=False, soft_wrap=True)
     return code
 
@@ -148,7 +149,7 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
     try:
         kept.require_tokens_below(run.config.model.vocab_size)
     except ValueError as error:
-        raise UserError(f"{options.path}: its batch is none of this run: {error}") from error
+        raise UserError(f"{options.path}: its batch is not of this run: {error}") from error
     candidate = Maker.of_run(run).open("--candidate", options.candidate, words)
     config = attempt(lambda: on_device(run.asked, options.device, candidate))
     if needs_start(config, candidate):
@@ -161,7 +162,7 @@ def _spike(console: Console, options: Replay, words: Sequence[str]) -> int:
     said += ", bit for bit as recorded" if same else f"; not as recorded: {in_words(found.differ)}"
     console.print(said, style="green" if same else "bold red", markup=False, soft_wrap=True)
     if found.on_the_way is not None:
-        console.print(f"  step {found.on_the_way} did not come out as recorded", markup=False, soft_wrap=True)
+        console.print(f"  step {found.on_the_way} differs from its record", markup=False, soft_wrap=True)
     if not found.in_order:
         console.print("  the data order gives another batch at this step", markup=False, soft_wrap=True)
     if options.json and ranks.rank == 0:
@@ -199,7 +200,7 @@ def _judge_run(
     found: list[Replayed] = []
 
     def candidate() -> Backend:
-        # Opened where a step is run again: what is judged from sketches needs no foreign code.
+        # Opened only to run a step again: a judgement from sketches needs no foreign code.
         return maker.open("--candidate", options.candidate, words)
 
     def judge_all() -> None:
@@ -257,7 +258,7 @@ def _line(console: Console, one: Replayed) -> None:
     from lockstep.core.sinks.phrases import check_line
 
     how = {
-        "evidence": "as it was packed, from its evidence",
+        "evidence": "as packed, from its evidence",
         "sketches": "as the run made it, from its sketches (end to end)",
         "run again": "run again by the candidate",
         "not covered": "not covered",
@@ -294,7 +295,7 @@ def on_reference_devices(config: RunConfig, count: int | None, device: str | Non
 def open_run(
     path: Path, branch: int | None = None, reference_devices: int | None = None, reference_device: str | None = None
 ) -> tuple[RunDir, RunData]:
-    """Open a run directory, or a branch of it, to read, and its data. Raises UserError if either is not there."""
+    """Open a run directory, or a branch of it, for reading, with its data. Raises UserError if either is missing."""
     from lockstep.core.run.branches import RunBranch
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import CONFIG, LISTED
@@ -329,7 +330,7 @@ def batches_of(run: RunDir, data: RunData) -> Callable[[int], Batch]:
 
 
 def attempt(work: Any) -> Any:
-    """Call `work`; what foreign code raises becomes one line."""
+    """Call `work`; an error of foreign code becomes one line."""
     try:
         return work()
     except UserError:
@@ -339,7 +340,7 @@ def attempt(work: Any) -> Any:
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Write a verdict. Raises UserError if the disk refuses."""
+    """Write a verdict. Raises UserError if it cannot be written."""
     import json
 
     try:
@@ -349,5 +350,5 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 
 def on_device(config: RunConfig, device: str | None, candidate: Backend) -> RunConfig:
-    """Return the configuration as it is, or with the device that is named, as the candidate resolves it."""
+    """Return the configuration, with its device replaced by the named one as the candidate resolves it."""
     return on_its_device(config.model_copy(update={"device": device}), candidate) if device else config

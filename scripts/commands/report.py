@@ -23,8 +23,8 @@ _PORTS = 65_536
 class Report:
     """Write a run's report: one self-contained HTML file with curves and the parity heatmap.
 
-    For several runs (2 to 8), write a comparison: curves laid over each other, figures, settings that differ, and where
-    the curves part from those of the first.
+    For 2 to 8 runs, write a comparison: overlaid curves, figures, settings that differ, and the step at which each
+    run's curves leave those of the first.
     """
 
     runs: Annotated[
@@ -37,13 +37,13 @@ class Report:
     ] = None
     """file to write"""
     watch: bool = False
-    """serve the report of a run instead, to this machine alone, and renew it as records arrive; Ctrl-C ends it"""
+    """serve the report of a run on 127.0.0.1 instead, and update it as records arrive; Ctrl-C ends it"""
     port: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: a free one)")] = None
     """with --watch: port of 127.0.0.1"""
 
 
 def main(argv: list[str]) -> int:
-    """Write the report, or the comparison, and say where it is."""
+    """Write the report or the comparison, and print its path."""
     from lockstep.core.report.build import write_report
     from lockstep.core.report.compare import write_comparison
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if options.watch:
         return _watch(options)
     if options.port is not None:
-        raise UserError(f"{COMMAND_LINE}: --port goes with --watch")
+        raise UserError(f"{COMMAND_LINE}: --port needs --watch")
     runs = [Path(text) for text in options.runs]
 
     def warn(note: str) -> None:
@@ -77,7 +77,7 @@ def _watch(options: Report) -> int:
     from lockstep.scripts.shared.interrupts import terminated_as_interrupted
 
     if len(options.runs) > 1 or options.out:
-        raise UserError(f"{COMMAND_LINE}: --watch serves one run, and writes no file: lockstep report --watch RUN")
+        raise UserError(f"{COMMAND_LINE}: --watch serves one run and writes no file: lockstep report --watch RUN")
     port = options.port or 0
     if not 0 <= port < _PORTS:
         raise UserError(f"{COMMAND_LINE}: port = {port}: a port is a number from 1 to {_PORTS - 1}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.core.overview.row import Row
 
 STDOUT = Path("-")
-# Folders that are named because they cannot be read.
+# Unreadable folders that are named; the rest are counted.
 _NAMED = 3
 
 
@@ -32,31 +32,31 @@ class Runs:
     Checks: ✓ agreed, ✕ disagreed, ? could not tell or skipped. The last column is the age of the last record.
 
     States: running (a process has the run's lock), ended (all steps are done), stopped (by Ctrl-C, or by a check that
-    disagreed), failed (an error ended it), killed (it ended without a word), not begun, unknown.
+    disagreed), failed (an error ended it), killed (it ended without a message), not begun, unknown.
     """
 
     folder: Annotated[
         Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: runs)")
     ] = Path("runs")
-    """folder to look through, with all folders below it but those of symbolic links"""
+    """folder to search, with all folders below it; symbolic links are not followed"""
     sort: Annotated[str, tyro.conf.arg(metavar="KEY")] = "path"
-    """by a figure (path, name, state, steps, loss, val, speed, verdict, agreed, disagreed, branch, created, written) or
-    a setting, such as optim.peak-lr; what has no value stands last"""
+    """figure (path, name, state, steps, loss, val, speed, verdict, agreed, disagreed, branch, created, written) or
+    setting, such as optim.peak-lr, to sort by; runs without a value come last"""
     descending: bool = False
-    """the largest first"""
+    """largest first"""
     where: Annotated[
         tuple[str, ...],
         tyro.conf.UseAppendAction,
         tyro.conf.arg(metavar="KEY>VALUE", help_behavior_hint="(default: all runs)"),
     ] = ()
-    """only runs that meet this, such as 'optim.peak-lr>1e-3' or state=running: a figure or a setting, one of = != < <=
-    > >=, a value; may be given several times"""
+    """condition on a figure or a setting, such as 'optim.peak-lr>1e-3' or state=running, with one of = != < <= > >=;
+    may be given several times"""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: each other)")] = None
-    """the run, by its path or name here, whose settings the others are compared with"""
+    """path or name of a listed run; the others' settings are compared with its settings"""
     branches: bool = False
-    """list as well what resumes and rollbacks left behind in branches/ of their runs"""
+    """also list what resumes and rollbacks left in branches/ of their runs"""
     page: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: not written)")] = None
-    """write a page instead of the table, which sorts and filters in a browser"""
+    """write a page instead of the table; it sorts and filters in a browser"""
     json: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written; - is stdout)")
     ] = None
@@ -64,7 +64,7 @@ class Runs:
 
 
 def main(argv: list[str]) -> int:
-    """Read the runs, then print them, or write them to a page or as JSON."""
+    """Read the runs, then print them, or write a page or JSON."""
     from lockstep.core.files.atomic import write_atomically
     from lockstep.core.overview.columns import chosen, condition, in_order
     from lockstep.core.overview.differences import differing, named
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         check_file("json", options.json)
     conditions = [condition(text) for text in options.where]
     if not options.folder.is_dir():
-        raise UserError(f"{options.folder} is not a folder: there are no runs to list")
+        raise UserError(f"{options.folder} is not a folder; name a folder of runs")
     found = find_runs(options.folder)
     rows = [read_row(options.folder, path) for path in found.runs]
     baseline = named(rows, options.baseline) if options.baseline is not None else None
@@ -117,10 +117,10 @@ def _print(folder: Path, rows: list[Row], keys: list[str], baseline: Row | None,
 
 
 def _left_out(found: Found) -> Iterator[str]:
-    """Yield lines on what was not searched."""
+    """Yield lines on folders that were not searched."""
     if found.links:
         yield f"symbolic links to folders that were not followed: {found.links:,}"
     for path in found.unread[:_NAMED]:
         yield f"cannot read the folder {printable(str(path))}"
     if len(found.unread) > _NAMED:
-        yield f"nor {len(found.unread) - _NAMED:,} other folders"
+        yield f"… and {len(found.unread) - _NAMED:,} other folders"

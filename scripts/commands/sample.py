@@ -29,32 +29,32 @@ if TYPE_CHECKING:
 class Sample:
     """Write text from a run's checkpoint: `lockstep sample RUN --prompt "…"`.
 
-    Prompt and text go to stdout as they are made, all else to stderr. The same seed gives the same text. A terminal is
-    shown the text's control characters and does not obey them.
+    Prompt and text go to stdout as they are generated, all else to stderr. The same seed gives the same text. On a
+    terminal, control characters in the text are escaped.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """run directory, of torch or JAX"""
+    """run directory of torch or JAX"""
     prompt: Annotated[str, tyro.conf.arg(help_behavior_hint="(default: empty)")] = ""
-    """text that the model goes on with; empty = from the beginning of a text"""
+    """text to continue; empty = start a new text"""
     tokens: int = 100
-    """tokens to write at most; the model's end of text ends it"""
+    """most tokens to write; the end-of-text token ends a sample"""
     temperature: float = 0.8
-    """what logits are divided by; 0 = always the likeliest token"""
+    """divisor of the logits; 0 = always the likeliest token"""
     top_k: int = 0
-    """draw from so many of the likeliest tokens; 0 = all"""
+    """draw from this many of the likeliest tokens; 0 = all"""
     top_p: float = 1.0
-    """draw from the smallest set of the likeliest tokens with this probability together"""
+    """draw from the smallest set of likeliest tokens with this total probability"""
     seed: int = 0
     """of the draws"""
     step: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the last intact)")] = None
     """which checkpoint"""
     count: int = 1
-    """samples, each with draws of its own"""
+    """number of samples, each with draws of its own"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the model runs; auto: CUDA where there is one"""
+    """device of the model; auto: CUDA if there is one"""
     no_cache: bool = False
-    """compute all tokens for each new one, as training does: slower, the same up to rounding"""
+    """recompute all tokens for each new one, as training does: slower, and equal up to rounding"""
     tokenizer: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: in the run's data)")
     ] = None
@@ -62,7 +62,7 @@ class Sample:
 
 
 def main(argv: list[str]) -> int:
-    """Check what was asked for, read the weights, write."""
+    """Check the options, read the weights, write the samples."""
     from lockstep.core.checkpoint.format import load_checkpoint
     from lockstep.core.model.groups import check_state
     from lockstep.core.run.directory import RunDir
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
-    """Return the tokenizer that the run was trained with. Raises UserError if it is missing or another one."""
+    """Return the run's own tokenizer. Raises UserError if it is missing or another one."""
     from lockstep.core.data.index import TOKENIZER_NAME
     from lockstep.core.data.tokenizer import load_tokenizer
 
@@ -103,19 +103,19 @@ def tokenizer_of(run: RunDir, file: Path | None) -> TextTokenizer:
 
 
 def encoded(prompt: str, tokenizer: TextTokenizer) -> np.ndarray:
-    """Encode the prompt; an empty one becomes the end of text, which texts follow."""
+    """Encode the prompt; an empty one becomes the end-of-text token, after which texts begin."""
     import numpy as np
 
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise UserError("the prompt is not UTF-8, so there are no tokens for it") from None
+        raise UserError("the prompt is not UTF-8 and cannot be encoded") from None
     found = list(tokenizer.encode_documents([prompt])[0]) if prompt else []
     return np.asarray(found or [tokenizer.eot_id], np.int32)
 
 
 def checkpoint_of(run: RunDir, step: int | None) -> Path:
-    """Return the checkpoint of a step, or the last intact one. Raises UserError if it is not there."""
+    """Return the checkpoint of a step, or the last intact one. Raises UserError if it is missing."""
     from lockstep.core.checkpoint.format import checkpoint_step
 
     found = {checkpoint_step(path): path for path in run.checkpoints()}
@@ -125,14 +125,14 @@ def checkpoint_of(run: RunDir, step: int | None) -> Path:
         return run.last_intact(lambda text: complain(printable(text)))
     if step not in found:
         steps = ", ".join(map(str, found))
-        raise UserError(f"{run.path} has no checkpoint of step {step}; there are those of step {steps}")
+        raise UserError(f"{run.path} has no checkpoint of step {step}; it has those of step {steps}")
     return found[step]
 
 
 def write(
     options: Sample, config: RunConfig, params: Any, tokenizer: TextTokenizer, prompt: np.ndarray, sampling: Sampling
 ) -> None:
-    """Write every sample to stdout as it is made, and what it took to stderr."""
+    """Write every sample to stdout as it is generated, and its speed to stderr."""
     from lockstep.torch_backend.tools.generate import Decoder
 
     decoder = Decoder(config, params, options.device, cached=not options.no_cache)
@@ -147,7 +147,7 @@ def write(
         said = f"{written} tokens, {written / seconds:,.0f} a second: {decoder.policy.name} on {decoder.device}, {told}"
         said += "; the model ended the text" if ended else ""
         if len(prompt) + written - 1 > decoder.window:
-            said += f"; beyond {decoder.window} tokens it saw the last {decoder.window}, computed anew for each"
+            said += f"; beyond {decoder.window} tokens each is computed from the last {decoder.window}"
         complain(said)
 
 
@@ -165,11 +165,11 @@ def write_one(
     from lockstep.core.sampling.draw import write_tokens
 
     def next_token(tokens: np.ndarray) -> np.ndarray:
-        # The model may have more rows than there are tokens: nothing was trained on those.
+        # The model may have more rows than there are tokens. The extra rows were never trained.
         logits: np.ndarray = decoder.next_token_logits(tokens)[: tokenizer.vocab_size]
         return logits
 
-    # The end of text that stands for an empty prompt is of the document before.
+    # The end-of-text token of an empty prompt belongs to the document before.
     lead = int(not options.prompt and config.attention.needs_documents)
     drawn = write_tokens(next_token, prompt, decoder.window, sampling, number, lead)
     stream, written = TextStream(tokenizer.decode), 0
@@ -185,5 +185,5 @@ def write_one(
 
 
 def _shown(text: str) -> str:
-    """Escape sampled text for a terminal: anybody may have trained the model. Pipes and files get it unchanged."""
+    """Escape sampled text for a terminal, as the model may be anybody's. Pipes and files get it unchanged."""
     return visible(text) if sys.stdout.isatty() else text

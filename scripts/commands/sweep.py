@@ -35,9 +35,9 @@ SWEEPS = Path("sweeps")
 class SweepOptions:
     """Train a run file with many combinations of settings, and rank the results.
 
-    Each trial is a run of `lockstep train`, whose command is printed. A trial with a parity check that disagreed never
-    wins. The same command again continues a sweep that was stopped or killed. Every setting of a run file is a flag, as
-    for lockstep train, and holds for all trials.
+    Each trial is a run of `lockstep train`, and its command is printed. A trial in which a parity check disagreed never
+    wins. To continue a sweep that was stopped or killed, repeat its command. Every setting of a run file is a flag, as
+    for lockstep train, and applies to all trials.
 
     Ends 0 when all trials have ended, 1 if a parity check disagreed in one of them, 2 if it could not run or no trial
     finished, 130 after Ctrl-C.
@@ -49,43 +49,43 @@ class SweepOptions:
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(metavar="KEY=VALUES", help_behavior_hint="(required, repeatable)"),
     ] = ()
-    """a setting and its values: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or a list KEY=VALUE,VALUE…"""
+    """a setting with its values: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or a list KEY=VALUE,VALUE…"""
     trials: int = 0
-    """trials, of each width; 0: the whole grid if all are lists, else 12"""
+    """number of trials at each width; 0: the whole grid if all are lists, else 12"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: sweeps/NAME)")] = None
-    """folder of the sweep: runs in trials/, the page sweep.html, the study"""
+    """folder of the sweep: the runs (trials/), the page (sweep.html) and the study"""
     sampler: Literal["auto", "grid", "sobol", "random", "tpe"] = "auto"
-    """the points: every combination of lists, Sobol's sequence, at random, or near good points of earlier rounds (TPE).
-    auto: grid if all are lists, else sobol"""
+    """how points are chosen: grid (all combinations of the lists), sobol (Sobol's sequence), random, or tpe (near good
+    points of earlier rounds). auto: grid if all are lists, else sobol"""
     pruner: Literal["none", "median", "hyperband"] = "none"
-    """end trials early whose loss is above that of earlier rounds"""
+    """stop trials early whose loss is above that of earlier rounds"""
     round: int = 4
-    """with a pruner or TPE: trials, of each width, that are proposed together and not compared with each other"""
+    """with a pruner or tpe: number of trials of a width that are proposed together and not compared with each other"""
     draw_seed: int = 0
-    """seed of the points"""
+    """seed of the chosen points"""
     widths: Annotated[str, tyro.conf.arg(metavar="W,W…", help_behavior_hint="(default: the run file's)")] = ""
-    """make the sweep at each of these widths (model.hidden, with heads and MLP in proportion)"""
+    """run the sweep at each of these widths (model.hidden; heads and MLP in proportion)"""
     width_rule: Literal["inverse", "constant"] = "inverse"
-    """with widths: the matrices' learning rate is ∝ 1/width (optim.base_width = the first width), or the same"""
+    """with widths: scale the matrices' learning rate by 1/width (optim.base_width = the first width), or keep it"""
     engine: Literal["local", "ray"] = "local"
-    """where trials run: processes of this machine, or placed by Ray Tune"""
+    """where trials run: in processes of this machine, or where Ray Tune places them"""
     jobs: int = 0
-    """trials at a time; 0: one, or with ray as many as fit"""
+    """number of trials at a time; 0: one, or with ray as many as fit"""
     gpus: int = 0
-    """GPUs of each trial; 0: with local, those that are visible"""
+    """GPUs of each trial; 0: with local, all visible ones"""
     threads: int = 0
-    """CPU threads of each trial, and with ray its cores; 0: as the environment has it (ray: 1 core)"""
+    """CPU threads of each trial, and with ray its cores; 0: the environment's number (ray: 1 core)"""
     ray_address: Annotated[str, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="(default: a Ray of its own)")] = ""
-    """with ray: a running cluster, or auto for the one of this machine"""
+    """with ray: address of a running cluster, or auto for the one on this machine"""
     backend: Annotated[str, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = ""
-    """the trainer, as for lockstep train"""
+    """trainer, as for lockstep train"""
     retry_failed: bool = False
-    """make trials that failed again"""
+    """repeat failed trials"""
 
 
 def main(argv: list[str]) -> int:
-    """Check everything that can be checked, make the folder, then the trials, then the page and the ranking."""
-    # Settings that help does not list, tyro does not know either.
+    """Check the arguments and the data, make the folder, run the trials, then write the page and the ranking."""
+    # tyro knows only the settings that help lists.
     asks = bool({"-h", "--help"} & set(argv))
     options, given = parse(SweepOptions, "sweep", argv, with_settings=True, shown=lambda key: not asks)
     _check(options)
@@ -131,7 +131,7 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
     varied = read_space(options.vary)
     for one in varied:
         if one.key in given:
-            raise UserError(f"{COMMAND_LINE}: {one.key} is varied and has a value of its own; leave one of them out")
+            raise UserError(f"{COMMAND_LINE}: {one.key} is varied and also given as a flag; leave one of the two out")
     widths = read_widths(options.widths)
     if widths:
         require_free(varied)
@@ -151,13 +151,13 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
 
 
 def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
-    """Raise UserError if the data is not there; where it is varied, each trial checks its own."""
+    """Raise UserError if the data is missing; if it is varied, each trial checks its own."""
     if not any(one.key.startswith("data.") for one in plan.sampling.varied):
         open_data(plan.config, file, given)
 
 
 def _check_backend(name: str) -> None:
-    """Raise UserError if a user's backend cannot be opened here: each trial would fail of it."""
+    """Raise UserError if a user's backend cannot be opened here, because every trial would then fail."""
     if name and not is_built_in(name):
         open_candidate(name)
 
@@ -184,7 +184,7 @@ def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -
             sweep.run(engine, told, options.retry_failed)
     except KeyboardInterrupt:
         write_page(sweep)
-        print_line(console, f"stopped; the same command goes on with {quoted(sweep.folder)}")
+        print_line(console, f"stopped; the same command continues {quoted(sweep.folder)}")
         return 130
     console.print(final(sweep.trials))
     page = write_page(sweep)
@@ -194,10 +194,10 @@ def _run(sweep: Sweep, engine: Engine, options: SweepOptions, argv: list[str]) -
         if best:
             print_line(console, f"best{said}: {best[0].outcome.value:.4f}, {best[0].name}: {best[0].line}")
         else:
-            print_line(console, f"best{said}: none, as no trial finished that no check accused")
+            print_line(console, f"best{said}: none: no trial finished without a check that disagreed")
     print_line(console, f"page: {page}")
     if not ranking(sweep.trials):
-        raise UserError(f"no trial of {sweep.folder} finished that no check accused; {page} shows why")
+        raise UserError(f"no trial of {sweep.folder} finished without a check that disagreed; {page} shows why")
     return int(any(trial.outcome.state == MARKED for trial in sweep.trials))
 
 

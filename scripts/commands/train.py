@@ -46,8 +46,8 @@ RUNS = Path("runs")
 class Train:
     """Train a run file: `lockstep train CONFIG`. Ctrl-C writes a checkpoint after the step; --resume RUN goes on.
 
-    Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start or go on, or if fewer than half of the
-    checks that were due were made, 130 after Ctrl-C.
+    Ends 0 when finished, 1 if a parity check disagreed, 2 if it could not start or continue, or if fewer than half of
+    the due checks were made, 130 after Ctrl-C.
     """
 
     config: Annotated[
@@ -55,9 +55,9 @@ class Train:
     ] = None
     """run file (TOML)"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: a new run)")] = None
-    """run directory to continue, from its last checkpoint and with its own settings. Flags may change ranks,
-    micro-batch, device, checkpoint, eval, log and parity. Flags of optim, precision, loss, compile, recompute,
-    train.steps and train.curriculum begin a branch (docs/guide/checkpoints.md)"""
+    """run directory to continue from its last checkpoint, with its own settings. Flags may change ranks, micro-batch,
+    device, checkpoint, eval, log and parity. Flags of optim, precision, loss, compile, recompute, train.steps and
+    train.curriculum begin a branch (docs/guide/checkpoints.md)"""
     from_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the last)")] = None
     """with --resume: continue from the checkpoint of this step; later steps are kept in branches/"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs)")] = None
@@ -65,11 +65,11 @@ class Train:
     overwrite: bool = False
     """replace an earlier run of the same name"""
     verbose: bool = False
-    """also print the metrics of longer intervals: norms, memory, the loss in FP32; the records always have them"""
+    """also print the metrics of longer intervals, which are always recorded: norms, memory, the loss in FP32"""
     backend: Annotated[str | None, tyro.conf.arg(metavar="BACKEND", help_behavior_hint="(default: torch)")] = None
-    """the trainer: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME
-    (docs/guide/candidates.md). --resume continues with the run's own trainer; a FILE.py:NAME or module:NAME must be
-    named again, because code runs only if the command line names it"""
+    """trainer: torch, jax (the reference itself), hf, litgpt, FILE.py:NAME or module:NAME (docs/guide/candidates.md).
+    --resume keeps the run's trainer; name FILE.py:NAME or module:NAME again, because foreign code runs only if the
+    command line names it"""
 
 
 def main(argv: list[str]) -> int:
@@ -87,17 +87,17 @@ def main(argv: list[str]) -> int:
     from lockstep.scripts.shared.startup_banner import versions
 
     if (rank := launched()) is not None and rank[0] > 0:
-        # Rank 0 checks the command line, and sends the result.
+        # Rank 0 checks the command line and sends the result to the others.
         return _peer()
     options, given = parse(Train, "train", argv, with_settings=True)
     if options.resume and options.overwrite:
         raise UserError("--overwrite and --resume exclude each other")
     if options.resume and options.out and options.out.resolve() != (lies := options.resume.resolve().parent):
-        raise UserError(f"--out {options.out}: --resume goes on with a run where it lies, which is in {lies}")
+        raise UserError(f"--out {options.out}: --resume continues a run in its own folder, which is in {lies}")
     if options.config is None and options.resume is None:
-        raise UserError("name a run file to train, or --resume RUN to go on with one")
+        raise UserError("name a run file to train, or --resume RUN to continue a run")
     if options.from_step is not None and options.resume is None:
-        raise UserError("--from-step sets where --resume RUN goes on: name a run")
+        raise UserError("--from-step needs --resume RUN")
     resumed = RunDir.open(options.resume) if options.resume else None
     again = None if resumed else _of_this_launch(options, given)
     if again and again.latest_checkpoint() is not None:
@@ -105,9 +105,9 @@ def main(argv: list[str]) -> int:
     known = again or resumed
     if known and is_of_this_launch(known):
         given = with_ranks_that_are_left(given, known)
-        # Where the launch began. Started anew it goes on from where it has come to.
+        # The launch's first command line. A restarted launch continues from its own last checkpoint instead.
         options.from_step = None
-    # A launch that is started anew names its backend as it did when it made the run.
+    # A restarted launch names its backend as it did when it made the run.
     named = options.backend if options.resume else options.backend or "torch"
     name = trainer_of(resumed, named, ["train", *argv]) if resumed else named or "torch"
     going_on = _going_on(resumed, options, given, name) if resumed else None
@@ -191,7 +191,7 @@ def _peer() -> int:
 
         def alarm(check: Check) -> tuple[Check, None]:
             if (evidence := ranks.of_first(lambda: None)) is not None:
-                # Rank 0 judges, names the rank that made it, and packs it.
+                # Rank 0 judges the step, names the rank at fault, and packs the step.
                 evidence, check = named(session, evidence, check, config, lambda seen: (seen, []))
                 sound(session, evidence, check, config, Path(), candidate="", reference="", versions={})
             return check, None
@@ -360,10 +360,10 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
     run.resume_from(step, warn)
     if (made_by := str(Maker.of_run(run))) != going_on.backend:
         run.update_info(backend=going_on.backend)
-        warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from here on")
+        warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from now on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
-    tell(console, f"{run.path}: going on from step {step}{why}")
+    tell(console, f"{run.path}: continued from step {step}{why}")
     if BRANCH in (last := run.info["resumes"][-1]):
         tell(console, in_words(last))
     return step
@@ -388,7 +388,7 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
     if before := [step for step in bad if step <= done]:
         said = f"checks that disagreed before this resume: {in_ranges(before)}; so this ends with exit code 1"
         tell(console, said, "bold red")
-    checked = coverage(run.checks_due(run.config.train.steps), lines, f"{run.path / CHECKS} has no line of it")
+    checked = coverage(run.checks_due(run.config.train.steps), lines, f"{run.path / CHECKS} has no line for it")
     if not checked.is_enough:
         if not bad:
             raise UserError(checked.words)
@@ -407,21 +407,21 @@ class _GoingOn:
     changes: Changes
 
     def require(self, run: RunDir, done: int) -> None:
-        """Raise UserError if it is another checkpoint, where other settings hold."""
+        """Raise UserError if it is another checkpoint and settings change."""
         from lockstep.core.run.history import settings_at
 
         same = settings_at(run.info, done) == settings_at(run.info, self.done)
         if done != self.done and (self.changes.branch or not same):
             raise UserError(
-                f"{run.path}: the checkpoint of step {self.done} is damaged, and a branch begins there; "
-                f"go on from the one before it with --from-step {done}"
+                f"{run.path}: the checkpoint of step {self.done} is damaged, and the settings change there; "
+                f"continue from the checkpoint before it with --from-step {done}"
             )
 
 
 def _going_on(run: RunDir, options: Train, given: Mapping[str, str], backend: str) -> _GoingOn:
     """Return the state to resume from. Raises UserError for settings that a run keeps, or without such a checkpoint.
 
-    Settings are given on the command line alone, or with a run file beside, which then must be the run's but for them.
+    Settings come from the command line, or from a run file that differs from the run's only in them.
     """
     from lockstep.core.checkpoint.format import checkpoint_step
     from lockstep.core.config.file import load_config
@@ -449,7 +449,7 @@ def _reopen(path: Path, data: RunData, going_on: _GoingOn) -> RunDir:
         run.close()
         raise UserError(
             f"{path} was made with another data set than {run.config.data.title} holds: "
-            + ("; ".join(other_data(made_with, now)) or "run.json does not say which")
+            + ("; ".join(other_data(made_with, now)) or "run.json does not record which")
         )
     return run
 
@@ -475,7 +475,7 @@ class _Unbegun(contextlib.AbstractContextManager[None]):
 
 @contextmanager
 def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
-    """Add to an error that ends a run with a checkpoint how to go on from it."""
+    """Add the command that continues the run to an error that ends a run with a checkpoint."""
     try:
         yield
     except UserError as error:
@@ -486,7 +486,7 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
 
 @contextmanager
 def _stop_noted(run: RunDir) -> Iterator[None]:
-    """Write down in the run what ended it, for `lockstep runs`."""
+    """Record in the run what ended it, for `lockstep runs`."""
     try:
         yield
     except KeyboardInterrupt:

@@ -105,7 +105,7 @@ class MemoryStore:
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Implement `Store.put`."""
         if name in (of_kind := self._kinds.setdefault(kind, {})):
-            raise ValueError(f"{kind}/{name} is there already")
+            raise ValueError(f"{kind}/{name} exists already")
         of_kind[name] = array
 
     def get(self, kind: str, name: str) -> np.ndarray:
@@ -218,7 +218,7 @@ class FolderStore:
         if self.finished:
             raise ValueError(f"{self.folder} is finished, and takes no {kind}/{name}")
         if name in (of_kind := self._entries.setdefault(kind, {})):
-            raise ValueError(f"{kind}/{name} is there already")
+            raise ValueError(f"{kind}/{name} exists already")
         array = np.asarray(array)
         dtype = NAMES.get(array.dtype.newbyteorder("<"))
         if dtype is None:

@@ -279,4 +279,4 @@ class _Again:
         first = rerun.first_difference(rerun.loaded)
         if first is None or first > step:
             return []
-        return [f"step {first} did not come out as recorded ({in_words(rerun.differences[first])})"]
+        return [f"step {first} differs from its record ({in_words(rerun.differences[first])})"]
