@@ -1,4 +1,4 @@
-"""`lockstep`: one command. Exit codes: 0 did it or agreed, 1 disagreed, 2 could not, 130 after Ctrl-C."""
+"""`lockstep`, the command. Exit codes: 0 done or agreed, 1 disagreed, 2 could not run, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import stat
 import sys
 import tempfile
 
-# Before torch and jax are loaded. A thread that waits for the next parallel loop spins for about 0.2 ms, then sleeps.
-# An eager step of the quickstart (FP32, 2 cores) takes 0.45 s with that; 0.60 s if threads sleep at once, 0.42 s if
-# they spin 14 ms, as libgomp lets them. Beside another busy process, such as the reference: 1.03, 0.82 and about 4 s.
+# Set before torch and jax are loaded. An idle thread spins for about 0.2 ms, then sleeps. An eager step of the
+# quickstart (FP32, 2 cores) takes 0.45 s with that; 0.60 s if threads sleep at once, 0.42 s if they spin 14 ms,
+# libgomp's default. Beside another busy process, such as the reference: 1.03, 0.82 and about 4 s.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
-# The reference stays off the GPU that the trainer needs.
+# The reference must not use the trainer's GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# NumPy's BLAS has threads of its own, which spin between products and take the cores of torch's and JAX's.
+# The threads of NumPy's BLAS spin between products and would take cores from torch and JAX.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# On a GPU that it shares with the trainer JAX would take three quarters of the memory before it needs any.
+# By default JAX allocates three quarters of a GPU's memory at once, also on a GPU shared with the trainer.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# The reference's programs take longer to compile than to run: the next command finds them, as Inductor's are found. Not
-# in the home directory, which machines with other processors may share; and as they are run as they are found, only in
-# a folder that is this user's and that no other may write to.
+# The reference's programs take longer to compile than to run, so they are kept for the next command, as Inductor's are.
+# They are not in the home directory, which machines with other processors may share. Since they are executed as found,
+# the folder must be this user's and not writable by others.
 _USER = os.getuid() if hasattr(os, "getuid") else "user"
 _FOLDER = os.path.join(tempfile.gettempdir(), f"lockstep_jax_{_USER}")
 _INDUCTOR = os.path.join(tempfile.gettempdir(), f"lockstep_inductor_{_USER}")
 
 
 def owned(folder: str) -> bool:
-    """Return whether `folder` is there, or could be made, as a folder to which only this user may write."""
+    """Return whether `folder` exists or could be made, and only this user may write to it."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.lstat(folder)
@@ -49,10 +49,10 @@ if owned(_FOLDER):
 
 
 def own_inductor_cache() -> None:
-    """Set where torch.compile keeps programs, which it loads and unpickles, unless the environment sets the place.
+    """Set the folder in which torch.compile keeps programs, which it unpickles, unless the environment sets it.
 
-    Its own default is a folder of a known name in /tmp, which anybody may have made before. Where ours was, the
-    programs go into a new folder that ends with this process.
+    torch's default is a folder with a known name in /tmp, which any user may have made before. If that has happened to
+    our folder, the programs go into a new one that is removed when this process ends.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
@@ -63,10 +63,10 @@ def own_inductor_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
 
 
-# Modules by name, so that one command does not load the others. All are of scripts/commands.
+# Modules of scripts/commands by name, so that one command does not import the others.
 COMMANDS = {
-    "demo": ("lockstep.scripts.commands.demo", "a planted fault that the loss does not show, found in a minute or two"),
-    "data prepare": ("lockstep.scripts.commands.data_prepare", "text, JSON lines or parquet → token shards"),
+    "demo": ("lockstep.scripts.commands.demo", "find a planted fault that the loss does not show, in a minute or two"),
+    "data prepare": ("lockstep.scripts.commands.data_prepare", "turn text, JSON lines or parquet into token shards"),
     "train": (
         "lockstep.scripts.commands.train",
         "train; --resume RUN continues; --parity.every N checks steps against the reference",
@@ -77,12 +77,12 @@ COMMANDS = {
     ),
     "parity": ("lockstep.scripts.commands.parity", "check the first steps against the reference"),
     "calibrate": ("lockstep.scripts.commands.calibrate", "measure the bounds of clean checks on this machine"),
-    "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later, or on another machine"),
+    "replay": ("lockstep.scripts.commands.replay", "check a recorded step or a capsule later or on another machine"),
     "bisect": ("lockstep.scripts.commands.bisect", "find a run's first bad step, its origin stage and the cause"),
     "faults": ("lockstep.scripts.commands.faults", "plant the known faults and print the scoreboard"),
     "mutate": (
         "lockstep.scripts.commands.mutate",
-        "change the trainer in many places by machine, and count the changes that a check finds",
+        "change the trainer place by place, and count the changes that a check finds",
     ),
     "museum": (
         "lockstep.scripts.commands.museum",
@@ -90,9 +90,12 @@ COMMANDS = {
     ),
     "convert": (
         "lockstep.scripts.commands.convert",
-        "a checkpoint or a run between torch, JAX and plain safetensors, bit for bit",
+        "convert a checkpoint or a run between torch, JAX and safetensors, bit for bit",
     ),
-    "export": ("lockstep.scripts.commands.export", "a run's model as a folder that Hugging Face's transformers loads"),
+    "export": (
+        "lockstep.scripts.commands.export",
+        "write a run's model as a folder that Hugging Face's transformers loads",
+    ),
     "import": (
         "lockstep.scripts.commands.import_model",
         "begin a run from the model in a Hugging Face folder",
@@ -102,12 +105,12 @@ COMMANDS = {
         "lockstep.scripts.commands.runs",
         "list the runs below a folder: state, loss, verdicts, settings that differ",
     ),
-    "sample": ("lockstep.scripts.commands.sample", "text from a run's checkpoint, as it is written"),
+    "sample": ("lockstep.scripts.commands.sample", "generate text from a run's checkpoint"),
     "profile": ("lockstep.scripts.commands.profile", "record three training steps, and show where their time goes"),
     "plan": ("lockstep.scripts.commands.plan", "estimate memory, time and cost of a run before you rent a GPU"),
     "bench step": (
         "lockstep.scripts.commands.bench_step",
-        "time whole steps, row by row, beside the published figures and the floor",
+        "time whole steps, row by row, beside published figures and the lower bound",
     ),
     "bench best": (
         "lockstep.scripts.commands.bench_best",
@@ -115,21 +118,21 @@ COMMANDS = {
     ),
     "bench peers": (
         "lockstep.scripts.commands.bench_peers",
-        "the same model beside Hugging Face's Trainer, torchtitan and a nanoGPT-like loop",
+        "time the same model in Hugging Face's Trainer, torchtitan and a nanoGPT-like loop",
     ),
     "bench data": (
         "lockstep.scripts.commands.bench_data",
-        "the speed of batches, beside nanoGPT's get_batch, mmap slices and a DataLoader",
+        "time the loading of batches, beside nanoGPT's get_batch, mmap slices and a DataLoader",
     ),
     "bench ladder": (
         "lockstep.scripts.commands.bench_ladder",
-        "the gain of each of six optimisations, from naive batches to flash attention",
+        "time six optimisations one by one, from naive batches to flash attention",
     ),
-    "bench parity": ("lockstep.scripts.commands.bench_parity", "the cost of a check, in training steps"),
+    "bench parity": ("lockstep.scripts.commands.bench_parity", "time a check, in training steps"),
 }
 
 HELP = ("-h", "--help", "help")
-# First words of commands of two.
+# First words of two-word commands.
 GROUPS = {name.split()[0] for name in COMMANDS if " " in name}
 
 
@@ -144,7 +147,7 @@ def usage() -> str:
         "lockstep COMMAND --help lists its options; every setting of a run file is a flag, as in --optim.peak-lr 1e-3 "
         "(--help-all lists them)"
     )
-    codes = "Exit codes: 0 did it or agreed · 1 disagreed · 2 could not (reason in one line) · 130 stopped by Ctrl-C"
+    codes = "Exit codes: 0 done or agreed · 1 disagreed · 2 could not run (reason in one line) · 130 stopped by Ctrl-C"
     commands = [wrapped(text, width, f"  {name:<14}") for name, (_, text) in COMMANDS.items()]
     usage = ["usage: lockstep COMMAND …"]
     return "\n".join(
@@ -154,13 +157,13 @@ def usage() -> str:
 
 def main() -> None:
     """Run the `lockstep` command."""
-    # Processes that are started from here import nothing from the folder in which the command was called.
+    # Child processes must not import modules from the current folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     own_inductor_cache()
-    # A stream that was closed is None, and not every library knows of that.
+    # A closed stream is None, which not every library handles.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # Characters that the terminal's encoding lacks are escaped, as Python does on stderr.
+        # Escape characters that the terminal's encoding lacks, as Python does on stderr.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -171,7 +174,7 @@ def main() -> None:
 
 
 def _flushed(code: int) -> int:
-    """Return the exit code after flushing the output; Python would report an error of that at its very end."""
+    """Return the exit code after flushing the output. Python would report a failed flush only at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -203,16 +206,16 @@ def run(argv: list[str]) -> int:
         complain("stopped")
         return 130
     except BrokenPipeError:
-        # Output left in buffers must not fail again at the end, which would change the exit code.
+        # Drop buffered output, so that it cannot fail again at exit and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except SystemExit as stop:
-        # rich ends with 1 where nobody reads on; here that would say that something disagreed.
+        # rich ends with 1 when a pipe is closed; here 1 means that something disagreed.
         if stop.code:
             return 2
         raise
     except Exception as error:
-        # A full disk has no name of its own where it is stdout's: files are opened by name.
+        # An error of a full disk without a file name is stdout's, because files are opened by name.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) and not error.filename:
             complain(_cannot_print(error))
             return 2

@@ -118,7 +118,7 @@ def test_a_wrong_layer_is_not_the_origin(bench: Bench) -> None:
         ({"rank": 2}, ["its origin is number 2 of those named"]),
         ({"loss_moved": 1e-2}, ["the loss moved by 1.0e-02"]),
         ({"promised_cause": "repeat", "cause": "repeats"}, []),
-        ({"promised_cause": "repeat"}, ["the cause does not say 'repeat'"]),
+        ({"promised_cause": "repeat"}, ["the cause does not name 'repeat'"]),
     ],
     ids=["kept", "missed", "late", "slow", "second", "loud", "cause", "no cause"],
 )

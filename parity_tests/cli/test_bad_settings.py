@@ -77,8 +77,11 @@ def test_a_missing_positional(refused) -> None:
         ),
         ("--steps 0", "command line: steps = 0: must be at least 1"),
         ("--step 1", "command line: step is not a setting; did you mean steps?"),
-        ("--json /nowhere/v.json", "command line: json = /nowhere/v.json: not a file in a folder that is there"),
-        ("--json .", "command line: json = .: not a file in a folder that is there"),
+        (
+            "--json /nowhere/v.json",
+            "command line: json = /nowhere/v.json: cannot write there; name a file in an existing folder",
+        ),
+        ("--json .", "command line: json = .: cannot write there; name a file in an existing folder"),
     ],
 )
 def test_wrong_options_of_parity(refused, run_file: Path, arguments: str, said: str) -> None:
@@ -87,7 +90,9 @@ def test_wrong_options_of_parity(refused, run_file: Path, arguments: str, said: 
 
 @pytest.mark.parametrize("command", [["bench", "best"], ["replay"], ["sample"]])
 def test_a_setting_that_a_command_does_not_take(refused, run_file: Path, command: list[str]) -> None:
-    said = "command line: train.ranks is a setting of run files, and no option of this command (--help lists them)"
+    said = (
+        "command line: train.ranks is a setting of run files, not an option of this command (--help lists the options)"
+    )
     assert refused(*command, run_file, "--train.ranks", "2") == said
 
 

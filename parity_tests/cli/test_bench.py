@@ -99,9 +99,12 @@ def test_gpu_check_says_what_failed_and_does_not_end_well(tmp_path: Path) -> Non
     ("arguments", "said"),
     [
         (["--rows", "bf17"], "command line: rows: bf17 is not a row; did you mean bf16?"),
-        (["--repeat", "0"], "command line: repeat and warmup: at least one step each is needed"),
+        (["--repeat", "0"], "command line: repeat and warmup: each must be at least 1"),
         (["--minutes", "-1"], "command line: minutes = -1.0: must be a number of at least 0"),
-        (["--json", "no/where.json"], "command line: json = no/where.json: not a file in a folder that is there"),
+        (
+            ["--json", "no/where.json"],
+            "command line: json = no/where.json: cannot write there; name a file in an existing folder",
+        ),
         ([TINY, "--model.hiden=3"], "command line: model.hiden is not a setting; did you mean model.hidden?"),
     ],
 )

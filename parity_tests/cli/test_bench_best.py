@@ -45,7 +45,10 @@ def test_a_search_with_one_that_cannot_run(lockstep: Lockstep, here: Path, monke
         ([], "nothing to search for: name a run file, as in lockstep bench best configs/llama-1b.toml"),
         ([TINY, "--minutes", "0"], "command line: minutes = 0.0: must be a number above 0"),
         ([TINY, "--few", "0"], "command line: few = 0: must be at least 1"),
-        ([TINY, "--out", "no/where.toml"], "command line: out = no/where.toml: not a file in a folder that is there"),
+        (
+            [TINY, "--out", "no/where.toml"],
+            "command line: out = no/where.toml: cannot write there; name a file in an existing folder",
+        ),
         ([TINY, "--model.hiden=3"], "command line: model.hiden is not a setting; did you mean model.hidden?"),
         ([TINY, "--gpu", "h1000"], "command line: gpu = h1000: not known; did you mean h100? known are "),
     ],

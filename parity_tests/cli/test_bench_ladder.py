@@ -49,7 +49,7 @@ def test_a_planted_fault_in_a_rung(lockstep: Lockstep, here: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rounds", "0"], "command line: rounds and warmup: at least one step each is needed"),
+        (["--rounds", "0"], "command line: rounds and warmup: each must be at least 1"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
         (["--seconds", "nan"], "command line: seconds = nan: must be a number above 0"),
         (["--lengths", "128", "0"], "command line: lengths = 0: must be a number above 0"),

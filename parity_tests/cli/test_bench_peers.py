@@ -38,7 +38,7 @@ def test_a_row_its_file_and_its_page(lockstep: Lockstep, here: Path) -> None:
             ["--without", "nanogpt", "hugging-face", "torchtitan"],
             "command line: without: no contender is left; leave fewer out",
         ),
-        (["--rounds", "0"], "command line: rounds and warmup: at least one step each is needed"),
+        (["--rounds", "0"], "command line: rounds and warmup: each must be at least 1"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
         (["--seconds", "nan"], "command line: seconds = nan: must be a number above 0"),
         ([TINY, "--optim.name", "muon", *QUICK], "bench peers: the peers know no optim.name = 'muon'; "),

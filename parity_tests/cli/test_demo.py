@@ -58,7 +58,7 @@ def test_a_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None
     assert claimed(folder) == folder
     (folder / "mine.txt").write_text("mine")
     before = sorted(folder.iterdir())
-    with pytest.raises(UserError, match="holds something else than a demo: name another folder with --out"):
+    with pytest.raises(UserError, match="holds something other than a demo; name another folder with --out"):
         claimed(folder)
     assert sorted(folder.iterdir()) == before
 
@@ -82,7 +82,7 @@ def test_a_folder_of_somebody_elses_is_refused_and_left_as_it_is(refused, here: 
     (here / "there").mkdir()
     for name in names:
         (here / "there" / name).write_text("mine")
-    assert refused("demo", "--out", "there").startswith("there holds something else than a demo")
+    assert refused("demo", "--out", "there").startswith("there holds something other than a demo")
     assert refused("demo", "--out", f"there/{names[0]}/below").startswith("cannot make")
     assert [(here / "there" / name).read_text() for name in names] == ["mine"] * len(names)
 

@@ -34,7 +34,7 @@ def test_the_overview_names_every_command_and_the_exit_codes(lockstep: Lockstep,
     assert (done.code, done.err) == (0, "")
     for name in COMMANDS:
         assert f"  {name} " in done.out
-    assert "0 did it or agreed · 1 disagreed · 2 could not" in done.out
+    assert "0 done or agreed · 1 disagreed · 2 could not run" in done.out
 
 
 def test_no_command_at_all_shows_the_overview_and_is_no_success(lockstep: Lockstep) -> None:

@@ -66,10 +66,13 @@ def test_a_library_that_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "ray" else True)
     assert refused("sweep", run_file, *RATES, "--engine", "ray") == (
-        "sweep --engine ray: this Python lacks ray[tune]: pip install ray[tune]; --engine local needs no Ray"
+        "sweep --engine ray: missing packages: ray[tune]; install them with: pip install ray[tune]; "
+        "--engine local needs no Ray"
     )
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert refused("sweep", run_file, *RATES) == "sweep: this Python lacks optuna: pip install optuna"
+    assert (
+        refused("sweep", run_file, *RATES) == "sweep: missing packages: optuna; install them with: pip install optuna"
+    )
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_a_run_does_not_pass_to_or_from_a_built_in_backend(
     before = (run / "run.json").read_bytes()
     assert cli.run(["train", "--resume", str(run), "--backend", asked]) == 2
     said = one_line(capsys.readouterr().err)
-    assert f"goes on so, not by {asked}; lockstep convert RUN FOLDER --to torch" in said
+    assert f"cannot continue with {asked}; lockstep convert RUN FOLDER --to torch" in said
     assert (run / "run.json").read_bytes() == before
 
 

@@ -123,7 +123,9 @@ def test_a_command_that_lacks_something_does_not_begin(without, monkeypatch, cap
     monkeypatch.setattr(cli, "_command", lambda name: lambda rest: pytest.fail("it began"))
     assert cli.run(["bench", "best", "configs/llama-1b.toml"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["lockstep: bench best: this Python lacks rich, tomli-w: pip install rich tomli-w"]
+    assert lines == [
+        "lockstep: bench best: missing packages: rich, tomli-w; install them with: pip install rich tomli-w"
+    ]
 
 
 def test_its_help_is_there_all_the_same(without, monkeypatch):
@@ -181,7 +183,8 @@ def test_gpu_check_says_in_one_line_what_a_python_lacks(arguments, parts, tmp_pa
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert line == (
-        f"gpu_check: {', '.join(parts)}: this Python lacks {lacking.replace(' ', ', ')}: pip install {lacking}"
+        f"gpu_check: {', '.join(parts)}: missing packages: {lacking.replace(' ', ', ')}; "
+        f"install them with: pip install {lacking}"
     )
 
 

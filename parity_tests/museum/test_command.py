@@ -179,7 +179,10 @@ def test_the_list_names_all_and_which_are_unfixed(lockstep: Call) -> None:
     [
         (("mean_of_mean",), "no exhibit is named 'mean_of_mean'; did you mean mean_of_means?"),
         (("--all", "mean_of_means"), "command line: all: --all runs every exhibit; leave the names out"),
-        (("--all", "--json", "no/where"), "command line: json = no/where: not a file in a folder that is there"),
+        (
+            ("--all", "--json", "no/where"),
+            "command line: json = no/where: cannot write there; name a file in an existing folder",
+        ),
         (("mean_of_means", "--repro", "out"), "mean_of_means is fixed, so it has no script for the maintainers"),
     ],
 )

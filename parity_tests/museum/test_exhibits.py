@@ -63,12 +63,12 @@ def test_a_good_file_is_read() -> None:
     [
         ("title = ", "Invalid value"),
         (GOOD.replace('loop = "stub_loop"\n', ""), "loop is missing"),
-        (GOOD + "year = 2025", "year is no key of an exhibit"),
+        (GOOD + "year = 2025", "year is not a key of an exhibit"),
         (GOOD.replace("one==1.0", "one>=1.0"), "one>=1.0: write a package as name==version"),
         (GOOD.replace('fixed = ["one==1.1"]\n', ""), "without `fixed`, `mended` must describe"),
-        (GOOD + "caught = false", "it is caught, or `missed` gives the reason"),
-        (GOOD + 'missed = "why"', "it is caught, or `missed` gives the reason"),
-        (GOOD.replace('words = "twice"\n', ""), "names its stage and words"),
+        (GOOD + "caught = false", "`missed` gives the reason if `caught` is false"),
+        (GOOD + 'missed = "why"', "`missed` gives the reason if `caught` is false"),
+        (GOOD.replace('words = "twice"\n', ""), "needs `stage` and `words`"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(text: str, said: str) -> None:

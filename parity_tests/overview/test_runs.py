@@ -351,7 +351,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "sort = lost: neither a figure nor a setting of a run here; did you mean" in refused(
         str(folder), "--sort", "lost"
     )
-    assert "not a file in a folder that is there" in refused(str(folder), "--page", "nowhere/x.html")
+    assert "cannot write there; name a file in an existing folder" in refused(str(folder), "--page", "nowhere/x.html")
     assert cli.run(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no run below {tmp_path}\n"
 

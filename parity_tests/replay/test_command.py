@@ -103,7 +103,9 @@ def test_refusals_are_one_line(command, run, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "is not a run directory" in refused(str(tmp_path / "empty"))
     assert "no such file: nobody.py" in refused(str(run), "--candidate", "nobody.py:Nobody", *STEP[command])
-    assert "not a file in a folder" in refused(str(run), "--json", str(tmp_path / "no/where.json"))
+    assert "cannot write there; name a file in an existing folder" in refused(
+        str(run), "--json", str(tmp_path / "no/where.json")
+    )
     shutil.copytree(run, tmp_path / "other")
     info = read_info(tmp_path / "other/run.json")
     info["data"]["fingerprint"] = "f" * 64

@@ -363,7 +363,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from now on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
-    tell(console, f"{run.path}: continued from step {step}{why}")
+    tell(console, f"{run.path}: going on from step {step}{why}")
     if BRANCH in (last := run.info["resumes"][-1]):
         tell(console, in_words(last))
     return step

@@ -1,9 +1,9 @@
 """Write the pictures of docs/pictures: `python -m lockstep.scripts.docs.pictures`.
 
 `idea.svg` explains candidate, twin and truth. `rooms.svg` shows the folders and which may import which. `verdict.svg`
-shows the terminal of a real check, from the recorded output in verdict.txt; `--record` makes that check again and keeps
-what it printed. `cost.svg` shows the measured cost of checks, from docs/results/bench_parity.json. Other results have
-pictures of their own, which the studies make.
+shows the terminal of a real check, from the recorded output in verdict.txt; `--record` runs that check again and
+records its output. `cost.svg` shows the measured cost of checks, from docs/results/bench_parity.json. The studies make
+the pictures of other results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep.core.bench.bars import Bar, Panel, picture
 from lockstep.scripts.docs.pages import DOCS, PICTURES
 
-# Colours that can be distinguished in both schemes and by readers who see fewer of them (Okabe and Ito 2008).
+# Colours that readers can distinguish in both schemes, also with colour blindness (Okabe and Ito 2008).
 INK, MUTED, BLUE, GREEN, RED, ORANGE = "#1d2433", "#5b6472", "#0072b2", "#00805a", "#c8400a", "#b87400"
 RECORDED = PICTURES / "verdict.txt"
 # The check that verdict.svg shows, from a folder in which `lockstep demo` has run.
@@ -156,14 +156,14 @@ def rooms() -> str:
 
 
 class _Terminal(io.StringIO):
-    """A stream that keeps what is printed, as a terminal that shows colours would get it."""
+    """A stream that records output as a colour terminal would get it."""
 
     def isatty(self) -> bool:
         return True
 
 
 def record() -> str:
-    """Make the check of verdict.svg anew in a terminal of 80 columns; return the command and what it printed."""
+    """Run the check of verdict.svg again in a terminal of 80 columns; return the command and its output."""
     from lockstep.scripts.cli import run
 
     os.environ["COLUMNS"] = "80"
@@ -177,7 +177,7 @@ def record() -> str:
 
 
 def shortened(printed: str) -> str:
-    """Return the verdict, and the strain of the stages down to the last that is wrong."""
+    """Return the verdict, and the strain of the stages down to the last wrong one."""
     lines = printed.rstrip().split("\n")
     first = next(at for at, line in enumerate(lines) if line.startswith("verdict: "))
     last = max(at for at, line in enumerate(lines) if "wrong: " in line)
@@ -190,7 +190,7 @@ def verdict(recorded: str) -> str:
     from rich.terminal_theme import MONOKAI
     from rich.text import Text
 
-    # rich records what it prints; the file keeps nothing.
+    # rich records its output; the file itself is discarded.
     console = Console(record=True, width=82, force_terminal=True, file=io.StringIO())
     for line in recorded.rstrip("\n").split("\n"):
         style = (
@@ -202,7 +202,7 @@ def verdict(recorded: str) -> str:
         )
         console.print(Text(line, style=style))
     drawn = console.export_svg(title="lockstep parity", theme=MONOKAI, unique_id="verdict")
-    # The font would be loaded from elsewhere; a terminal's own font does.
+    # Use the reader's own monospace font instead of one loaded from the network.
     begin, end = drawn.index("@font-face"), drawn.rindex("@font-face")
     end = drawn.index("}", end) + 1
     return drawn[:begin] + drawn[end:]
@@ -240,7 +240,7 @@ def pictures() -> dict[Path, str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the pictures of docs/pictures.")
-    parser.add_argument("--record", action="store_true", help="make the check of verdict.svg anew (minutes)")
+    parser.add_argument("--record", action="store_true", help="run the check of verdict.svg again (minutes)")
     if parser.parse_args().record:
         RECORDED.write_text(record(), encoding="utf-8")
     for file, drawn in pictures().items():

@@ -2,7 +2,7 @@
 
     python -m lockstep.scripts.docs.settings_page
 
-Not for prose: what a setting means stands once, in core/config/sections.py, and `--help` shows the same words.
+A setting's description stands only in core/config/sections.py, and `--help` shows the same words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ All mistakes are reported at once, each with its file and key.
 `python -m lockstep.scripts.docs.settings_page` writes this page from `core/config`; a test compares the two.
 """
 
-# Names of the constraints that pydantic keeps with a field, and how a reader writes them.
+# Names of pydantic's field constraints, and their signs.
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
@@ -102,7 +102,7 @@ def _of_type(kind: Any, metadata: list[Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape what would end a cell of a table."""
+    """Escape characters that end a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

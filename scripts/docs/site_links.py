@@ -16,7 +16,7 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[^)\s]*)?
 # The begin of an item in a list within a list. GitHub nests it at two spaces, Python-Markdown at four.
 _NESTED = re.compile(r"^ {2,3}(?=[-*] |\d+\. )", re.M)
 
-# Code within a sentence or a table, which a browser may break behind any hyphen, and an option in it.
+# Inline code, which a browser may break behind any hyphen, and an option in it.
 _CODE = re.compile(r"<pre.*?</pre>|<code>(.*?)</code>", re.S)
 _WHOLE = r'<span class="option">\g<0></span>'
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w.-]*")
@@ -48,7 +48,7 @@ def _inside(text: str, folder: str) -> str:
 
     def kept(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[2]))
-        # A folder is no page: the site has no listing of it.
+        # The site has no page for a folder.
         leaves = target.startswith("..") or not posixpath.splitext(target)[1]
         return link[1] if leaves else link[0]
 

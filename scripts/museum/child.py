@@ -1,6 +1,6 @@
 """Run one side of one exhibit in its environment: `python -m lockstep.scripts.museum.child LOOP SETTINGS FILE`.
 
-The process was started with the packages of that side ahead on its path. Its findings go into FILE as JSON.
+The process starts with the packages of that side first on its path. Its findings go into FILE as JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Names in a line that is there for Lockstep.
+# Names in the lines that a loop needs for Lockstep.
 OURS = re.compile(r"\b(watch(_\w+)?|watcher|assert_honest|NotHonest)\b")
 
 
 def lines_of_lockstep(source: str) -> int:
-    """Count the lines of a loop that mention Lockstep's names, the import with them, but not what is returned."""
+    """Count the lines of a loop that use Lockstep's names, import included and return excluded."""
     lines = (line.partition("#")[0].strip() for line in source.splitlines())
     return sum(bool(OURS.search(line)) for line in lines if not line.startswith(("return ", '"""', "from __future__")))
 

@@ -1,6 +1,6 @@
 """Environments of exhibits: folders of released packages, put ahead of the present environment on the path.
 
-torch and Lockstep are those of the present environment. pip's own configuration sets where packages come from.
+torch and Lockstep come from the present environment. pip's own configuration chooses the package index.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from lockstep.core.errors import UserError, printable
 
-# Packages that are part of the present environment in any case: what Lockstep itself computes with.
+# Packages that always come from the present environment, because Lockstep computes with them.
 PRESENT_ONLY = ("torch", "jax", "jaxlib", "numpy")
 
 
 def is_present(requirement: str) -> bool:
-    """Return whether the present environment has just this version; what follows a `+` is a build of it."""
+    """Return whether the present environment has exactly this version; the part after a `+` names a build."""
     name, _, version = requirement.partition("==")
     try:
         return metadata.version(name).partition("+")[0] == version
@@ -39,7 +39,7 @@ def folder_of(requirements: Sequence[str], environments: Path) -> Path | None:
         return None
     for one in requirements:
         if one.partition("==")[0] in PRESENT_ONLY and not is_present(one):
-            raise UserError(f"it is of {one.replace('==', ' ')}, and the present environment has another version")
+            raise UserError(f"it needs {one.replace('==', ' ')}, and the present environment has another version")
     named = re.sub(r"[^\w.]+", "-", requirements[0])
     digest = hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:8]
     return environments / f"{named}-{digest}"
@@ -51,7 +51,7 @@ def install(requirements: Sequence[str], folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
     wanted = [one for one in requirements if one.partition("==")[0] not in PRESENT_ONLY]
-    # Without dependencies: torch, and what else is not listed, is that of the present environment.
+    # Without dependencies: torch and other unlisted packages come from the present environment.
     words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), *wanted]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_clean(), check=False)
     if done.returncode:

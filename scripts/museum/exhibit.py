@@ -1,4 +1,4 @@
-"""An exhibit as data: a file of `exhibits/`, with the package and version of a bug, and what is to be found."""
+"""An exhibit as data: a file of `exhibits/` with the package and version of a bug, and the expected finding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ class Exhibit:
     """A bug, as its file states it.
 
     title: the bug in a sentence. link: its issue or pull request, or empty where there is none.
-    packages, fixed: requirements with exact versions that have the bug, and that have it no more. Where nothing is
-    fixed, `fixed` repeats `packages`, and `mended` describes what the loop does instead.
-    loop: a module of `loops/`. settings: keyword arguments of its function.
-    acts_at: the step in which the bug acts first; 0 for a single function, which has no steps.
-    stage: what the verdict must name. words: a regular expression that must be found in its words.
-    caught: whether a check finds it. missed: why not, if not.
-    gone: the part of the package that had the bug is no more.
-    what: what the bug does to training, for the page.
+    packages, fixed: requirements with exact versions with the bug, and without it. If the bug is not fixed, `fixed`
+    repeats `packages`, and `mended` describes the work-around in the second run. loop: a module of `loops/`. settings:
+    keyword arguments of its function. acts_at: the first step in which the bug acts; 0 for a single function, which has
+    no steps. stage: the stage that the verdict must name. words: a regular expression that must match the verdict.
+    caught: whether a check finds it. missed: why not, if not. gone: the part of the package with the bug was removed.
+    what: the bug's effect on training, for the page.
     """
 
     name: str
@@ -50,7 +48,7 @@ class Exhibit:
 
     @property
     def is_mended(self) -> bool:
-        """Return whether the run without the bug is one of the same packages, which goes around it."""
+        """Return whether the run without the bug has the same packages and a work-around."""
         return self.packages == self.fixed
 
     @property
@@ -59,7 +57,7 @@ class Exhibit:
         return self.is_mended and not self.gone
 
     def requirements(self, side: Side) -> tuple[str, ...]:
-        """Return the packages that one side runs with, each as `name==version`."""
+        """Return the packages of one side, each as `name==version`."""
         return self.packages if side == "shipped" else self.fixed
 
     def version(self, side: Side) -> str:
@@ -68,7 +66,7 @@ class Exhibit:
 
 
 def read_exhibit(name: str, text: str) -> Exhibit:
-    """Read the file of an exhibit. Raises UserError for whatever is wrong with it, with its name."""
+    """Read the file of an exhibit. Raises UserError, with its name, for any mistake in it."""
     try:
         given: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -76,18 +74,18 @@ def read_exhibit(name: str, text: str) -> Exhibit:
     known = {field.name: field for field in fields(Exhibit)}
     due = {key for key, field in known.items() if field.default is MISSING} - {"name"}
     if wrong := sorted(given.keys() - known.keys()) or sorted(due - given.keys()):
-        raise UserError(f"exhibit {name}: {wrong[0]} is {'missing' if wrong[0] in due else 'no key of an exhibit'}")
+        raise UserError(f"exhibit {name}: {wrong[0]} is {'missing' if wrong[0] in due else 'not a key of an exhibit'}")
     for key in ("packages", "fixed"):
         given[key] = tuple(given.get(key, given["packages"]))
         if loose := [one for one in given[key] if one.count("==") != 1]:
             raise UserError(f"exhibit {name}: {loose[0]}: write a package as name==version")
     made = Exhibit(name, **given)
     if made.is_mended and not made.mended:
-        raise UserError(f"exhibit {name}: without `fixed`, `mended` must describe what its second run does otherwise")
+        raise UserError(f"exhibit {name}: without `fixed`, `mended` must describe the work-around in its second run")
     if made.caught == bool(made.missed):
-        raise UserError(f"exhibit {name}: it is caught, or `missed` gives the reason")
+        raise UserError(f"exhibit {name}: `missed` gives the reason if `caught` is false, and only then")
     if made.caught and not (made.stage and made.words):
-        raise UserError(f"exhibit {name}: what is caught names its stage and words")
+        raise UserError(f"exhibit {name}: a caught bug needs `stage` and `words`")
     return made
 
 

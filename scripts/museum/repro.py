@@ -1,4 +1,4 @@
-"""Scripts of unfixed bugs that need nothing of Lockstep, for the makers of the package."""
+"""Scripts that show unfixed bugs without Lockstep, for the maintainers of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run exhibits, each with the bug and without, and hold what was said to what is promised."""
+"""Run exhibits, each with the bug and without, and compare the findings with the expected ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Told:
 
     @property
     def caught(self) -> bool:
-        """Return whether the bug was found in the first step in which it acts, and named as promised."""
+        """Return whether the bug was found in the first step in which it acts, and named as expected."""
         e, found = self.exhibit, self.shipped
         return (
             found["verdict"] == "disagreed"
@@ -60,9 +60,9 @@ class Told:
 
 
 def missing(exhibit: Exhibit, environments: Path) -> list[tuple[Sequence[str], Path]]:
-    """Return what must be installed before an exhibit runs: requirements and folder, none twice.
+    """Return the packages to install before an exhibit runs: requirements and folder, each once.
 
-    Raises UserError if the present environment has not the torch or the JAX that it is of.
+    Raises UserError if the present environment lacks its version of torch or JAX.
     """
     found: dict[Path, Sequence[str]] = {}
     for side in SIDES:
@@ -79,7 +79,7 @@ def run_exhibit(exhibit: Exhibit, environments: Path, loops: str = LOOPS) -> Tol
 
 
 def run_side(exhibit: Exhibit, side: Side, folder: Path | None, loops: str) -> dict[str, Any]:
-    """Run one side's loop with its packages. Raises UserError with the last line that it said, if it fails."""
+    """Run one side's loop with its packages. Raises UserError with its last line of output if it fails."""
     settings = dict(exhibit.settings or {}) | ({"mended": side == "fixed"} if exhibit.is_mended else {})
     names = [one.partition("==")[0] for one in exhibit.requirements(side)]
     with tempfile.TemporaryDirectory(prefix="lockstep-museum-") as scratch:
@@ -98,7 +98,7 @@ def run_side(exhibit: Exhibit, side: Side, folder: Path | None, loops: str) -> d
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise UserError(f"{exhibit.name}, {exhibit.version(side)}: not done after {LONGEST_S:.0f} s") from None
+            raise UserError(f"{exhibit.name}, {exhibit.version(side)}: not finished after {LONGEST_S:.0f} s") from None
         if done.returncode or not file.is_file():
             said = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"]
             raise UserError(f"{exhibit.name}, {exhibit.version(side)}: {printable(said[-1][:300])}")

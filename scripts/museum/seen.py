@@ -1,4 +1,4 @@
-"""Results of one run of an exhibit's loop: the loss, and the words of Lockstep."""
+"""Results of one run of an exhibit's loop: the loss, and Lockstep's findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Seen:
     """The result of every loop.
 
     found: a watcher; a report of `assert_honest`, or its NotHonest.
-    losses: as the loop's own log shows them, a number a step. held_out: the loss over text that was not trained on.
+    losses: from the loop's own log, one per step. held_out: the loss on text that was not trained on.
     shown: other numbers that show the bug, by name.
     """
 
@@ -61,5 +61,5 @@ def _honest(found: Any) -> dict[str, Any]:
 
 
 def _number(x: float | None) -> float | str | None:
-    """Return a number as JSON has it; infinities and NaN are words."""
+    """Return a number for JSON, with infinities and NaN as strings."""
     return x if x is None or math.isfinite(x) else str(x)

@@ -27,7 +27,7 @@ def rows(count: int, kind: str = "text") -> list[dict[str, Tensor]]:
     for i, ids in enumerate(text()[:count]):
         labels = ids.clone()
         if kind == "prompts":
-            # An answer of 2 to 26 tokens after a prompt of 6, which is no target; the rest is padding.
+            # A prompt of 6 tokens, not a target, then an answer of 2 to 26 tokens; the rest is padding.
             labels[:6] = NO_TARGET
             labels[8 + 7 * i % 25 :] = NO_TARGET
         found.append({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)})
@@ -41,7 +41,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out(model: Any) -> float:
-    """Compute a causal language model's mean loss a token over the text's last 64 rows, from its logits."""
+    """Compute a causal language model's mean loss per token over the text's last 64 rows, from its logits."""
     ids = text()[-64:]
     model.eval()
     loss = next_token_loss(model(input_ids=ids).logits, ids).item()
@@ -74,7 +74,7 @@ def gpt2() -> Any:
 
 
 def arguments(folder: str, **given: Any) -> Any:
-    """Return arguments of a quiet Trainer on the CPU, which logs every step."""
+    """Return arguments of a Trainer on the CPU that logs every step and prints nothing else."""
     from transformers import TrainingArguments
 
     quiet: dict[str, Any] = {
@@ -85,5 +85,5 @@ def arguments(folder: str, **given: Any) -> Any:
 
 
 def logged(trainer: Any) -> list[float]:
-    """Return the losses that a Trainer has logged, a step each."""
+    """Return the losses that a Trainer has logged, one per step."""
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]

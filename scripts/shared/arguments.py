@@ -1,7 +1,7 @@
 """Command-line arguments: a command's own options, and every setting of the run's configuration as a flag.
 
-tyro sorts words into flags and values and writes the help; to it, every value is text. Values of settings stay text, so
-that core/config/file.py checks file and command line together; those of options are checked here, as settings are.
+tyro sorts words into flags and values and writes the help. It reads every value as text. Values of settings stay text,
+so that core/config/file.py checks file and command line together; values of options are checked here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lockstep.scripts.shared.help_pages import NARROWEST, HelpPage, one_line_eac
 
 T = TypeVar("T")
 
-# The default of what was not given. No word of a command line can hold a null character.
+# The default of an argument that was not given. No word of a command line can hold a null character.
 _ABSENT = "\0"
 # Prints the page of `--help` with every setting of a run file.
 HELP_ALL = "--help-all"
-# Settings that `--help` lists as well, where a command takes no more.
+# A command with at most this many settings lists them in `--help` too.
 FEW = 20
-# Characters that are shown of words that are not understood.
+# Most characters shown of words that are not understood.
 _SHOWN = 120
-# Words that tyro takes for a flag and not for a value, wherever a value is due.
+# Words that tyro reads as a flag even where it expects a value.
 _LIKE_A_FLAG = re.compile(r"--$|-+(?!(inf|nan)\b)[^\W\d_]")
 
 
@@ -51,17 +51,16 @@ def parse(
 ) -> tuple[T, dict[str, str]]:
     """Parse the command's options, and the settings given as flags (dotted key → text).
 
-    shown: which settings are flags of this command. `--help` lists the command's own options, and settings only where
-    they are few; `--help-all` lists them all.
-    Raises UserError for arguments that are not understood, together with whatever is wrong with the settings; `--help`
-    and `--help-all` print and end with exit code 0.
+    shown: the settings that are flags of this command. `--help` lists the command's own options, and the settings only
+    if they are few; `--help-all` lists them all. Raises UserError for arguments that are not understood, together with
+    all mistakes in the settings. `--help` and `--help-all` print and end with exit code 0.
     """
     flags = list(filter(shown, settings())) if with_settings else []
     words = _before_the_rest(argv)
     whole = HELP_ALL in words
     if whole:
         argv = [*words, "--help"]
-    # A flag that tyro leaves out of the page is no flag either, so nothing is left out but of a page.
+    # tyro does not parse a flag that its page leaves out, so flags are left out only for a page of help.
     hides = not whole and bool({"-h", "--help"} & set(words)) and len(flags) > FEW
     shape = _shape(command, set() if hides else set(flags), with_settings)
     read, unknown = _read(shape, command, name, argv, _all_settings(name, flags) if hides else "")
@@ -75,9 +74,9 @@ def parse(
 
 
 def _read(shape: Any, command: type[T], name: str, argv: list[str], last: str) -> tuple[Any, list[str]]:
-    """Return the options that tyro reads, all of it text, and the words that it does not know.
+    """Return the options that tyro reads, all as text, and the words that it does not know.
 
-    last: the last paragraph of the page of help.
+    last: the last paragraph of the help page.
     """
     with_value = [word for word in _before_the_rest(argv) if word.startswith("--") and "=" in word]
     for word in with_value:
@@ -89,7 +88,7 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str], last: str) -
             return tyro.cli(
                 shape,
                 prog=f"lockstep {name}",
-                # A first word of `--tyro-…` would ask tyro itself for something.
+                # A first word `--tyro-…` would trigger one of tyro's own commands.
                 args=["--", *argv] if argv[:1] and argv[0].replace("_", "-").startswith("--tyro-") else argv,
                 description=one_line_each(inspect.getdoc(command) or ""),
                 return_unknown_args=True,
@@ -99,7 +98,7 @@ def _read(shape: Any, command: type[T], name: str, argv: list[str], last: str) -
         if not stop.code:
             print(page.text(examples_of(name, command), last), end="")
             raise
-        # Where all is text and nothing is required, one thing can be wrong.
+        # With text values and no required arguments, only one mistake is possible: a flag without its value.
         flag = _without_value(argv, command)
         said = f"{flag.lstrip('-')} has no value" if flag else f"not understood: {_quoted(argv)}"
         raise UserError(f"{COMMAND_LINE}: {said} (see lockstep {name} --help)") from None
@@ -114,7 +113,7 @@ def _all_settings(name: str, flags: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _wide_enough() -> Iterator[None]:
-    """Set COLUMNS to NARROWEST in a narrower terminal, where tyro's search for line breaks would never end."""
+    """Set COLUMNS to NARROWEST in a narrower terminal, in which tyro's search for line breaks never ends."""
     before = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns < NARROWEST:
         os.environ["COLUMNS"] = str(NARROWEST)
@@ -152,7 +151,7 @@ def _without_value(argv: list[str], command: type) -> str | None:
     return None
 
 
-# The shape that tyro sees
+# The shape that tyro parses
 
 
 def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
@@ -174,7 +173,7 @@ def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
 
 
 def _is_text(field: dataclasses.Field[Any]) -> bool:
-    """Return whether an option has one value; the others are switches and lists of words."""
+    """Return whether an option has exactly one value; others are switches or lists of words."""
     return not isinstance(field.default, bool | tuple)
 
 
@@ -230,7 +229,7 @@ def _given(read: Any) -> dict[str, str]:
 
 
 def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tuple[T, list[str]]:
-    """Return the command's options, and what is wrong with them or not known; wrong ones have their default."""
+    """Return the command's options and the mistakes in them; a wrong option has its default."""
     hints = get_type_hints(command)
     found, wrong = {}, _not_understood(unknown, command)
     needed, missing = _needed(command), []
@@ -258,7 +257,7 @@ def _options(command: type[T], name: str, read: Any, unknown: list[str]) -> tupl
 
 
 def _needed(command: type) -> dict[str, str]:
-    """Return the options that a command requires, as its help writes them."""
+    """Return the required options of a command, as its help writes them."""
     hints = get_type_hints(command, include_extras=True)
     needed = [field.name for field in dataclasses.fields(command) if field.default is dataclasses.MISSING]
     shown = {name: (getattr(about, "metavar", None) for about in get_args(hints[name])[1:]) for name in needed}
@@ -282,7 +281,7 @@ def _not_known(word: str, known: dict[str, Any]) -> str:
     if name in known and not re.match("--[^-]", word):
         return f"{word.partition('=')[0]} is not an option; did you mean --{name.replace('_', '-')}?"
     if name in settings():
-        return f"{name} is a setting of run files, and no option of this command (--help lists them)"
+        return f"{name} is a setting of run files, not an option of this command (--help lists the options)"
     return unknown_key(name, None, known)
 
 
@@ -294,13 +293,13 @@ def _quoted(words: list[str]) -> str:
 def check_file(name: str, path: Path | None) -> None:
     """Raise UserError unless the option `name` is empty, or a path at which a file can be written.
 
-    A pipe that nobody reads would be waited for, after all the work; those of the shell are under /dev.
+    A pipe without a reader would block after all the work. Pipes of the shell are under /dev.
     """
     if path is None:
         return
     waits = path.is_fifo() and not path.is_relative_to("/dev")
     if waits or path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"{COMMAND_LINE}: {name} = {path}: not a file in a folder that is there")
+        raise UserError(f"{COMMAND_LINE}: {name} = {path}: cannot write there; name a file in an existing folder")
 
 
 def _wrong_settings(config: Path | None, given: dict[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Backends by the names that people use, and the one door through which a name in a file opens a backend.
+"""Backends by name, and the only way in which a name in a file opens a backend.
 
-A name on the command line is an order: `FILE.py:NAME` and `module:NAME` are imported. A name that a run directory or a
-capsule holds is data: the built-in backends are opened from it, and nothing else is.
+A name on the command line is trusted: `FILE.py:NAME` and `module:NAME` are imported. A name in a run directory or a
+capsule is data: it opens only built-in backends.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from lockstep.core.parity.evidence.capsule import Capsule
     from lockstep.core.run.directory import RunDir
 
-# By name, as a user's backend is: only the chosen one is loaded.
+# By name, as for a user's backend, so that only the chosen one is imported.
 TRAINER = "lockstep.torch_backend.backend:TorchBackend"
 REFERENCE = "lockstep.jax_backend.backend:JaxBackend"
 
-# Hugging Face's own model of a family, which gives an opinion and does not train.
+# Hugging Face's own model of a family, a reference that does not train.
 HUGGING_FACE = "lockstep.torch_backend.tools.hugging_face:HuggingFaceBackend"
 
 BY_NAME = {"torch": TRAINER, "jax": REFERENCE, "hf": HUGGING_FACE}
-# By the name of a package, as what trains or is judged: as a reference, `hf` shows its whole model alone.
+# By the name of a package, as a trainer or candidate. As a reference, `hf` exposes only its whole model.
 CANDIDATES = {
     "hf": "lockstep.torch_backend.candidate.hugging_face:HuggingFaceCandidate",
     "litgpt": "lockstep.torch_backend.candidate.litgpt:LitGptCandidate",
@@ -41,7 +41,7 @@ CANDIDATES = {
 
 
 def open_named(name: str) -> Backend:
-    """Open a backend that the command line names, or Lockstep itself; for the name in a file there is `Maker`.
+    """Open a backend named on the command line or by Lockstep. `Maker` opens a backend named in a file.
 
     Raises UserError as `load_backend` does.
     """
@@ -51,24 +51,24 @@ def open_named(name: str) -> Backend:
 
 
 def open_candidate(name: str) -> Backend:
-    """Open what trains or is judged, as `open_named` does."""
+    """Open a trainer or candidate, as `open_named` does."""
     return open_named(CANDIDATES.get(name, name))
 
 
 def spec(name: str) -> str:
-    """Return `module:NAME` for `torch`, `jax` and `hf`; any other name is such a path, or `FILE.py:NAME`, already."""
+    """Return `module:NAME` for `torch`, `jax` and `hf`; any other name already is `module:NAME` or `FILE.py:NAME`."""
     return BY_NAME.get(name, name)
 
 
 def is_built_in(name: object) -> bool:
-    """Return whether a name is that of a backend of Lockstep's own, short or in full."""
+    """Return whether a name, short or in full, is one of Lockstep's own backends."""
     known = (BY_NAME, CANDIDATES)
     return isinstance(name, str) and any(name in names or name in names.values() for names in known)
 
 
 @dataclass(frozen=True)
 class Maker:
-    """A factory of the backend that a run's or capsule's file names: what trained, or was judged. file: that file."""
+    """A factory of the backend that a run's or capsule's file names as its trainer or candidate. file: that file."""
 
     name: object
     file: Path
@@ -88,11 +88,11 @@ class Maker:
         return cls(capsule.about.get("candidate", "torch"), capsule.path / ABOUT)
 
     def named(self, flag: str, asked: str | None, words: Sequence[str]) -> str:
-        """Return the name of the backend to open: the one that the command line names, or a built-in one of the file.
+        """Return the name of the backend to open: the one on the command line, or a built-in one named in the file.
 
-        flag: the option that names one, `--candidate`. asked: what it was given, if it was. words: the command line
-        after `lockstep`. Raises UserError with the line to type if the file names any other: that code is not ours, and
-        perhaps not the user's.
+        flag: the option that names one, `--candidate`. asked: its value, if given. words: the command line after
+        `lockstep`. Raises UserError with the command to type if the file names any other backend: its code is not ours,
+        and perhaps not the user's.
         """
         if asked is not None:
             return asked
@@ -101,7 +101,7 @@ class Maker:
         if not isinstance(self.name, str) or ":" not in self.name or self.name.startswith("-"):
             raise UserError(f"{self.file}: {shortened(self.name)} names no backend; name one with {flag} BACKEND")
         line = command_line(with_option(words, flag, self.name))
-        if printable(line) != line:  # what a message would change, the quotes of a shell may not survive
+        if printable(line) != line:  # a name that a message must escape may lose its shell quoting
             line = f"add {flag} and that name to the command"
         raise UserError(
             f"{self.file}: made by {shortened(self.name)[1:-1]}, whose code runs only where the command line names it: "
@@ -109,7 +109,7 @@ class Maker:
         )
 
     def open(self, flag: str, asked: str | None, words: Sequence[str]) -> Backend:
-        """Open the backend that `named` gives. Raises UserError as `named` and `open_named` do."""
+        """Open the backend that `named` returns. Raises UserError as `named` and `open_named` do."""
         return open_candidate(self.named(flag, asked, words))
 
     def __str__(self) -> str:
@@ -119,17 +119,16 @@ class Maker:
 def trainer_of(run: RunDir, asked: str | None, words: Sequence[str]) -> str:
     """Return the name of the backend with which a run goes on.
 
-    asked: `--backend`, None if it was not given. A backend of the user's own may have moved: another `FILE.py:NAME` or
-    `module:NAME` than the recorded one is taken. A run does not pass to or from a built-in backend in this way.
-
-    Raises UserError for that, and as `Maker.named` does.
+    asked: `--backend`, None if it was not given. A user's own backend may have moved, so another `FILE.py:NAME` or
+    `module:NAME` than the recorded one is accepted. Raises UserError for a change to or from a built-in backend, and as
+    `Maker.named` does.
     """
     maker = Maker.of_run(run)
     name = maker.named("--backend", asked, words)
     if spec(name) != spec(str(maker)) and (is_built_in(name) or is_built_in(maker.name)):
         raise UserError(
-            f"{run.path} was trained by {shortened(maker.name)} and goes on so, not by {name}; "
-            "lockstep convert RUN FOLDER --to torch (or jax) makes another run of it, for another backend"
+            f"{run.path} was trained by {shortened(maker.name)} and cannot continue with {name}; lockstep convert "
+            "RUN FOLDER --to torch (or jax) makes a run for another backend"
         )
     return name
 
@@ -141,14 +140,14 @@ def with_option(words: Sequence[str], flag: str, value: str) -> list[str]:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Quote these words after `lockstep` as a line to type, under torchrun if that started this process."""
+    """Return the command to type for these words after `lockstep`, under torchrun if that started this process."""
     place = launched()
     begin = "lockstep" if place is None else f"torchrun --nproc-per-node {place[1]} -m lockstep"
     return f"{begin} {shlex.join(words)}"
 
 
 def description(backend: Backend, config: RunConfig) -> Mapping[str, Any]:
-    """Return a backend's description (`Backend.describe`); nothing if it does not."""
+    """Return a backend's description (`Backend.describe`), or an empty one without that method."""
     try:
         return ask(backend, Describes).describe(config)
     except NotSupported:

@@ -46,9 +46,9 @@ class Contender:
         return {"seconds": self._take() / self._batches, "batches": self._batches}
 
     def _settle(self) -> None:
-        """Find how many batches a turn has, once workers have started and files are in memory."""
+        """Choose the number of batches a turn, after workers have started and files are in memory."""
         self._loader.take(1)
-        # The fastest of some: other work on the core, for a moment, would make all turns short.
+        # The fastest of several: a moment of other work on the core would make all turns too short.
         while (taken := min(self._take() for _ in range(_TRIES))) < self._turn:
             self._batches = max(self._batches + 1, min(4 * self._batches, round(self._batches * self._turn / taken)))
 
@@ -58,7 +58,7 @@ class Contender:
         return time.perf_counter() - began
 
     def _first(self, sample: int) -> dict[str, Any]:
-        # Another order each time, of which nothing is kept from the times before.
+        # A new order each time, so that nothing is cached from earlier times.
         given = (sample, self._seeds.pop()) if self._seeds else (sample,)
         began = time.perf_counter()
         loader = self._made(*self._given, *given)

@@ -16,7 +16,7 @@ from lockstep.core.bench.loaders import Watched
 from lockstep.core.config.schema import RunConfig
 from lockstep.scripts.shared.in_lines import say, work_in_lines
 
-# Modules that a contender needs besides its own: what they take is no memory of its training.
+# Modules that a contender needs besides its own: their memory does not count as its training's.
 IMPORTS = {
     "lockstep.torch_backend.tools.peers.hugging_face": (
         "transformers.trainer",
@@ -27,7 +27,7 @@ IMPORTS = {
 
 
 def resident(key: str = "VmRSS:") -> int | None:
-    """Return resident bytes of this process now, or with `VmHWM:` at most; None where the system reports none."""
+    """Return this process's resident bytes, or with `VmHWM:` their peak; None if the system does not report them."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith(key):
@@ -74,7 +74,7 @@ def compete(job: dict[str, Any], out: IO[str]) -> None:
     before = resident()
     made = watched(job["data"], config) if job["data"] else None
     race = Race(config, batches, made)
-    with suppress(OSError):  # the largest so far is forgotten; where that is forbidden, it was that of the imports
+    with suppress(OSError):  # the peak is reset; if that is forbidden, the peak so far is that of the imports
         Path("/proc/self/clear_refs").write_text("5")
     started = 0.0
 

@@ -1,4 +1,4 @@
-"""Start the processes of a bench that take turns, check the options that these benches share, name the machine."""
+"""Start the processes of a bench that take turns, check the options that these benches share, describe the machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 # Seconds: starting a process, imports included; one training step, compilation included; a turn of a loader, workers
 # included.
 START_LIMIT, STEP_LIMIT, LOADER_LIMIT = 120.0, 300.0, 120.0
-# Seconds of a turn of a loader; rounds before those that count.
+# Seconds of a turn of a loader; number of warm-up rounds.
 LOADER_TURN, LOADER_WARMUP = 0.25, 1
 MOST_THREADS = 1024
 
 
 def check_turns(rounds: int, warmup: int, seconds: float, threads: int) -> None:
-    """Raise UserError for a number of steps, a time or a number of threads that no contender can have."""
+    """Raise UserError for an impossible number of steps, time or number of threads."""
     if rounds < 1 or warmup < 1:
-        raise UserError("command line: rounds and warmup: at least one step each is needed")
+        raise UserError("command line: rounds and warmup: each must be at least 1")
     if not 0 <= threads <= MOST_THREADS:
         raise UserError(f"command line: threads = {threads}: must be a number from 0 to {MOST_THREADS}")
     if not (math.isfinite(seconds) and seconds > 0):
@@ -49,8 +49,9 @@ def start_trainer(
 ) -> Side:
     """Start a process that trains by `program`, a step each turn, and wait until it is ready.
 
-    environment: variables over those of all contenders. data: `loader`, a class of core/bench/loaders.py by name, and
-    the `folder` that it opens; without it batches are random and ready. Raises UserError as `Side.ask` does.
+    environment: variables that override those of all contenders. data: `loader`, a class of core/bench/loaders.py by
+    name, and the `folder` that it opens; without it batches are random and prepared ahead. Raises UserError as
+    `Side.ask` does.
     """
     from lockstep.core.bench.turns import Side
 
@@ -83,12 +84,12 @@ def _started(side: Side, job: Mapping[str, Any]) -> Side:
 
 
 def _core() -> int:
-    """Return the core that all loaders share, the last of those that this process may use."""
+    """Return the core that all loaders share: the last one that this process may use."""
     return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 def about(config: RunConfig, threads: int, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return device, versions, those of further packages included, and the settings that a bench of steps depends on.
+    """Return the device, the versions including further packages, and the settings that a bench of steps depends on.
 
     config: its device is "cpu" or "cuda".
     """

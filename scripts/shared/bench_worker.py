@@ -35,7 +35,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         return {"status": "refused", "reason": in_one_line(str(error))}
     except Exception as error:
         traceback.print_exc()
-        # The compiler wraps what happens while it tries kernels out.
+        # The compiler wraps an error that occurs while it tries out kernels.
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error):
             return {"status": "out_of_memory", "reason": in_one_line(str(error).split(" GPU ")[0])}
         message = next(iter(str(error).strip().splitlines()), "")

@@ -1,4 +1,4 @@
-"""Run `lockstep demo`: its folder, its data, and the two runs in it. demo_story.py prints what comes of them."""
+"""Run `lockstep demo`: make its folder, its data and its two runs. demo_story.py prints the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trained:
 def claimed(folder: Path) -> Path:
     """Make the folder of a demo, with its run file, and return it.
 
-    Raises UserError if it holds something else than an earlier demo, or cannot be made.
+    Raises UserError if it holds anything but an earlier demo, or cannot be made.
     """
     import tomli_w
 
@@ -49,20 +49,20 @@ def claimed(folder: Path) -> Path:
             names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
             is_demo = config.is_file() and config.read_text(encoding="utf-8").startswith(MARK)
             if names and not (is_demo and names <= _OWN):
-                raise UserError(f"{folder} holds something else than a demo: name another folder with --out")
+                raise UserError(f"{folder} holds something other than a demo; name another folder with --out")
         tree = tomllib.loads(shipped_config("demo").read_text(encoding="utf-8"))
         tree["data"]["path"] = str(folder.resolve() / DATA)
         text = MARK + tomli_w.dumps(tree)
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(text, encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "its name is no text"
+        why = getattr(error, "strerror", None) or "its name is not valid text"
         raise UserError(f"cannot make {folder}: {why}") from error
     return folder
 
 
 def prepared(folder: Path) -> int:
-    """Make tokens of Lockstep's own sources, with the settings of the run file; return how many there are to train on.
+    """Make tokens of Lockstep's own sources with the run file's settings; return the number of training tokens.
 
     Raises UserError as `prepare` does.
     """
@@ -77,7 +77,7 @@ def prepared(folder: Path) -> int:
             source=str(sources / "**" / "*.py"),
             vocab_size=config.model.vocab_size,
             val_fraction=config.data.val_fraction,
-            # An earlier demo may be of another version's sources.
+            # An earlier demo may have tokens of another version's sources.
             force=True,
         )
     )
@@ -85,7 +85,7 @@ def prepared(folder: Path) -> int:
 
 
 def trained(folder: Path, name: str) -> Trained:
-    """Train one of the two runs as `lockstep train` does; what it prints goes into NAME.log.
+    """Train one of the two runs as `lockstep train` does; its output goes into NAME.log.
 
     Raises UserError if it cannot train or check, and KeyboardInterrupt after Ctrl-C.
     """
@@ -108,14 +108,14 @@ def trained(folder: Path, name: str) -> Trained:
 
 
 def faulty_backend() -> str:
-    """Name the backend with the fault as `--candidate` and `--backend` take it, from any folder: `module:NAME`."""
+    """Name the faulty backend for `--candidate` and `--backend`, valid in any folder: `module:NAME`."""
     (fault,) = chosen([FAULT])
     kind = type(fault.make())
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def origin_of(line: dict[str, Any]) -> Finding | None:
-    """Return the origin of a line of parity.jsonl with what it measured; None if the check agreed or was skipped."""
+    """Return the origin of a line of parity.jsonl and its measures; None if the check agreed or was skipped."""
     origin = line.get("origin")
     if not origin:
         return None

@@ -1,4 +1,4 @@
-"""Print the story of `lockstep demo`: what was planted, what the loss shows, what the checks found, and what to do."""
+"""Print the story of `lockstep demo`: the planted fault, the losses, the findings of the checks, and next commands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lockstep.scripts.shared.demo_run import CONFIG, FAULTY, HONEST, RUNS, Train
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Steps whose losses are shown, as shares of the run.
+# Steps whose losses are shown, as fractions of the run.
 _SHOWN = (0, 0.25, 0.5, 0.75, 1)
 
 
 def print_beginning(console: Console) -> None:
-    """Print what is about to happen."""
+    """Print the introduction."""
     say(console, "Lockstep's demo: two tiny models train, one of them with a fault", "bold")
-    say(console, "planted: RoPE's cos and sin are rounded to bf16 (transformers #29285 had it)")
+    say(console, "planted: RoPE's cos and sin are rounded to bf16 (a bug of transformers, #29285)")
 
 
 def print_data(console: Console, tokens: int) -> None:
-    """Print what the models train on."""
+    """Print the number of tokens that the models train on."""
     say(console, f"data: {tokens:,} tokens of Lockstep's own sources; each run takes a minute …")
 
 
@@ -85,7 +85,7 @@ def print_end(console: Console, folder: Path, report: Path, seconds: float) -> N
 
 
 def open_in_browser(report: Path, console: Console) -> None:
-    """Open the report where somebody sees it: a terminal, and a desktop behind it."""
+    """Open the report if stdout is a terminal on a desktop."""
     desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     if console.is_terminal and desktop:
         webbrowser.open(report.as_uri())

@@ -6,8 +6,7 @@ import dataclasses
 import inspect
 import re
 
-# By command: a line to type, and what it does. A command without an entry shows the first line of its docstring that
-# can be typed.
+# By command: a line to type, and its effect. A command without an entry shows the first command of its docstring.
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "data prepare": (
         ("lockstep data prepare configs/quickstart.toml", "the data of a run file"),
@@ -15,7 +14,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "train": (
         ("lockstep train configs/quickstart.toml", "a new run: runs/quickstart"),
-        ("lockstep train --resume runs/quickstart", "go on, with the same losses"),
+        ("lockstep train --resume runs/quickstart", "continue, with the same losses"),
         ("lockstep train mine.toml --parity.every 100", "check every 100th step"),
     ),
     "sweep": (
@@ -29,7 +28,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "calibrate": (("lockstep calibrate configs/quickstart.toml", ""),),
     "replay": (
         ("lockstep replay runs/mine --step 40", "a step of a run"),
-        ("lockstep replay runs/mine/capsules/step_000040", "a step that was packed"),
+        ("lockstep replay runs/mine/capsules/step_000040", "a packed step"),
     ),
     "bisect": (("lockstep bisect runs/mine", ""),),
     "faults": (
@@ -69,7 +68,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def examples_of(name: str, command: type) -> tuple[tuple[str, str], ...]:
-    """Return the examples of a command: a line to type, and what it does.
+    """Return the examples of a command: lines to type, each with its effect.
 
     A command that is not in EXAMPLES has its docstring's first `lockstep …` in backquotes; else its name with the
     arguments that it requires.

@@ -1,4 +1,4 @@
-"""Print an unforeseen error in one line: the command line never shows a traceback, and never loses one."""
+"""Print an unexpected error in one line and keep its traceback in a file: the command line never shows one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import traceback
 
 from lockstep.core.errors import UserError, printable
 
-_LONGEST = 500  # characters of a message that is kept
+_LONGEST = 500  # most characters of a message
 
 
 def in_one_line(error: BaseException) -> str:
-    """Describe kind, message and place of `error`; the traceback goes into a file that the line names."""
+    """Describe the kind, message and place of `error`; the line names the file with the traceback."""
     trace = traceback.extract_tb(error.__traceback__)
     where = f"{trace[-1].filename}:{trace[-1].lineno}; " if trace else ""
     message = printable(next(iter(str(error).strip().splitlines()), ""))
@@ -21,7 +21,7 @@ def in_one_line(error: BaseException) -> str:
             traceback.print_exception(error, file=file)
         kept = f"traceback in {file.name}"
     except OSError as reason:
-        kept = f"its traceback could not be kept: {reason}"
+        kept = f"the traceback could not be written: {reason}"
     return f"{kind}{': ' if message else ''}{message} ({where}{kept})"
 
 

@@ -10,9 +10,9 @@ from typing import TextIO
 
 from lockstep.core.sinks.lines import wrapped
 
-# Columns that help needs, and those that a paragraph has at most.
+# Fewest columns of a help page, and most columns of a paragraph.
 NARROWEST, WIDEST = 40, 80
-# A terminal's colours, and the first characters of a box: tyro draws it, or, where it cannot, indents it.
+# A terminal's colours, and the first characters of a box, which tyro draws or, without box characters, indents.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BEGINS_A_BOX = re.compile(r"╭| (positional arguments|options|[a-z]+ options) *$")
 
@@ -28,15 +28,15 @@ def one_line_each(text: str) -> str:
 
 
 class HelpPage(io.StringIO):
-    """A page of help for `stream`, collected from tyro, which writes a paragraph in one line."""
+    """A help page for `stream`, collected from tyro, which writes each paragraph in one line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # an attribute to typeshed; here nobody can set it
-        """The stream's encoding, by which tyro chooses the characters of its boxes."""
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute in typeshed; read-only here
+        """The stream's encoding; tyro chooses the characters of its boxes by it."""
         return self._stream.encoding
 
     def isatty(self) -> bool:
@@ -44,9 +44,9 @@ class HelpPage(io.StringIO):
         return self._stream.isatty()
 
     def text(self, examples: Sequence[tuple[str, str]] = (), last: str = "") -> str:
-        """Return the page with its paragraphs in lines; boxes, indented or drawn, fit the terminal already.
+        """Return the page with its paragraphs broken into lines; boxes already fit the terminal.
 
-        examples: commands, each with what it does; they stand before the first box. last: a paragraph at the end.
+        examples: commands, each with its effect; they stand before the first box. last: a paragraph at the end.
         """
         width = paragraph_width()
         lines = self.getvalue().splitlines()
@@ -57,7 +57,7 @@ class HelpPage(io.StringIO):
 
 
 def example_lines(examples: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Return lines for examples: a command each, and what it does beside it, or below it where there is no room."""
+    """Return lines for examples: a command each, with its effect beside it, or below it on a narrow terminal."""
     if not examples:
         return []
     column = max(len(command) for command, _ in examples) + 2

@@ -1,4 +1,4 @@
-"""A process that is spoken to in lines: a job as JSON comes in, answers as JSON go out (core/bench/turns.py)."""
+"""A process with a line protocol: it reads a job as JSON and writes answers as JSON (core/bench/turns.py)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.core.errors import UserError
 
 
 def work_in_lines(work: Callable[[dict[str, Any], IO[str]], None]) -> None:
-    """Read the job, call `work` with it and with where answers go; an error is an answer."""
+    """Read the job, call `work` with it and the stream of answers; an error becomes an answer."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     try:
         work(json.loads(sys.stdin.readline()), out)
     except Exception as error:

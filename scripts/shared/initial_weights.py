@@ -1,4 +1,4 @@
-"""Runs whose initial weights follow from no seed."""
+"""Runs whose initial weights do not follow from the seed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ def require_seed(config: RunConfig) -> None:
     """Raise UserError unless a command that begins from a run file can make its initial weights."""
     if config.initial == "imported":
         raise UserError(
-            "initial = 'imported': a run file holds no weights; lockstep import PATH RUN makes a run that does, and "
-            "lockstep train --resume RUN goes on with it"
+            "initial = 'imported': a run file holds no weights; make a run with lockstep import PATH RUN, and "
+            "train it with lockstep train --resume RUN"
         )

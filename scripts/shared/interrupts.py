@@ -41,14 +41,14 @@ def interrupts(told: bool = True) -> Iterator[threading.Event]:
         flag.set()
         if not told:
             return
-        # Not through `print`: the signal may have come in the midst of one.
+        # Not through `print`: the signal may arrive during a call of it.
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), _SAID)
 
     before = {s: signal.signal(s, stop) for s in stop_signals()}
-    # Ctrl-C, and the end of a terminal, reach every process of the group. A C++ compiler that torch.compile has started
-    # would die of it and take the first step along, so this thread, whose children inherit what it blocks, leaves both
-    # to another one.
+    # Ctrl-C and a closed terminal signal every process of the group. A C++ compiler of torch.compile would die and the
+    # first step would fail. So this thread blocks both signals, which its children inherit, and another thread handles
+    # them.
     threading.Thread(target=over.wait, name="lockstep-signals", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])
     try:

@@ -1,4 +1,4 @@
-"""Run mutants: measure what each moves in the real step, and judge its step as a check does."""
+"""Run mutants: measure each one's effect on the real step, and judge its step as a check does."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Made:
 
 @dataclass
 class MutantBench:
-    """A bench for mutants of one configuration, which share the reference's sessions and the honest steps.
+    """A bench for the mutants of one configuration, which share the reference's sessions and the honest steps.
 
-    ranks: those of the trainer, each of which has a bench and makes the same calls; all of them get the rows.
+    ranks: the trainer's ranks; each has a bench and makes the same calls, and all get the rows.
     """
 
     config: RunConfig
@@ -76,7 +76,7 @@ class MutantBench:
     def row(self, mutant: Mutant) -> Row:
         """Plant one mutant, measure and judge it; an exception becomes the row's error.
 
-        Among several ranks it is raised: another one may be waiting, and none can go on.
+        With several ranks it is raised, because another rank may be waiting in a collective.
         """
         place = place_of(self.config, mutant)
         row = self._begun(mutant, place)
@@ -85,14 +85,14 @@ class MutantBench:
             row = self._of_all_ranks(self._measured(row, mutant, place))
             if not row.equivalent:
                 row = self._judged(row, mutant, place)
-        except Exception as error:  # a mutant may break more than it declares; the others are tried all the same
+        except Exception as error:  # a mutant may break more than it declares; the others are still tried
             if self.ranks.count > 1:
                 raise
             row = replace(row, error=in_one_line(error))
         return replace(row, seconds=round(time.perf_counter() - started, 2))
 
     def _of_all_ranks(self, row: Row) -> Row:
-        """Return the row with what a mutant moves on the rank where it moves most."""
+        """Return the row with a mutant's effect on the rank with the largest effect."""
         rows = self.ranks.gather(row)
         moved = {name: max(getattr(one, name) for one in rows) for name in MOVED}
         return replace(
@@ -100,7 +100,7 @@ class MutantBench:
         )
 
     def measured(self, mutant: Mutant) -> Row:
-        """Plant one mutant, and measure what it moves; it is not judged."""
+        """Plant one mutant and measure its effect; it is not judged."""
         place = place_of(self.config, mutant)
         return self._measured(self._begun(mutant, place), mutant, place)
 
@@ -119,7 +119,7 @@ class MutantBench:
         return MutatedBackend(mutant, place).open(self.config)
 
     def _batch(self, place: Place, mutant: Mutant, step: int) -> Batch:
-        """Return the batch that a session is handed in a step: a wrong one of a mutated loader."""
+        """Return the batch that a session gets in a step, which a mutated loader changes."""
         from lockstep.torch_backend.mutate.loader import changed
 
         batch = self.data.batch(step)
@@ -159,7 +159,7 @@ class MutantBench:
         )
 
     def _made(self, session: Any, last: int, resumed: bool, batches: Sequence[Batch]) -> Made | None:
-        """Return what step `last` made; None if it was not finite."""
+        """Return the results of step `last`; None if they are not finite."""
         from lockstep.core.train.finite import NotFinite
 
         try:
@@ -228,7 +228,7 @@ def recipe_of(config: RunConfig) -> str:
 
 
 def through_a_checkpoint(session: Any) -> None:
-    """Write the state of a session into a folder, and take it over from there, as a run resumes."""
+    """Write the state of a session into a folder and restore it from there, as a resume does."""
     from lockstep.core.checkpoint.format import begin_checkpoint, reader_of, writer_of
     from lockstep.core.checkpoint.reader import opened_checkpoint
 
@@ -239,7 +239,7 @@ def through_a_checkpoint(session: Any) -> None:
 
 
 def relative(wrong: Arrays, right: Arrays, scale: Arrays) -> tuple[float, dict[str, float]]:
-    """Return ‖wrong − right‖ / ‖scale‖ over all arrays, and of each by name; what is missing is off by all of it."""
+    """Return ‖wrong − right‖ / ‖scale‖ over all arrays, and of each by name; a missing array counts as 1."""
     off = {name: _square(wrong[name] - right[name] if name in wrong else right[name]) for name in right}
     of = {name: _square(scale[name]) for name in right}
     whole = math.sqrt(sum(off.values()) / sum(of.values()))
@@ -251,7 +251,7 @@ def _square(x: np.ndarray) -> float:
 
 
 def same_bits(wrong: Made, right: Made) -> bool:
-    """Return whether two steps were equal to the last bit in all that they made."""
+    """Return whether all results of two steps are equal bit for bit."""
 
     def arrays(made: Made) -> Iterator[tuple[str, np.ndarray]]:
         yield "nll", made.nll
@@ -274,7 +274,7 @@ def open_bench(config: RunConfig, data: Data, ranks: Ranks = ONE) -> MutantBench
 def run(config: RunConfig, data: Data, mutants: Sequence[Mutant], jobs: int, ranks: Ranks = ONE) -> Iterator[Row]:
     """Yield the row of each mutant, as they come.
 
-    jobs: processes that share them; one works in this process, as does each of several ranks.
+    jobs: processes that share them; one job, or each of several ranks, works in this process.
     """
     if jobs == 1:
         bench = open_bench(config, data, ranks)

@@ -1,7 +1,6 @@
-"""Check, before a command begins, for the packages that it loads late: no ImportError after hours of work.
+"""Check before a command begins that the packages it imports late are installed: no ImportError after hours of work.
 
-`python -m lockstep.scripts.shared.needs PART…` does the same for parts of scripts/gpu_check.sh. It needs
-nothing but Python.
+`python -m lockstep.scripts.shared.needs PART…` does the same for parts of scripts/gpu_check.sh. It needs only Python.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-# Where the name to install is not that to import.
+# Packages whose name to install differs from the name to import.
 DISTRIBUTIONS = {"orbax.checkpoint": "orbax-checkpoint", "ml_dtypes": "ml-dtypes", "tomli_w": "tomli-w"}
 
 _RUN = ("rich", "safetensors", "tokenizers", "tomli_w")
-# Frameworks are loaded by the backend that a command opens first, optional packages are looked for where a setting
-# names them; this is the rest.
+# The backend that a command opens first loads its framework, and a setting that needs an optional package checks for
+# it. These are the others.
 NEEDS: dict[str, tuple[str, ...]] = {
     "demo": _RUN,
     "data prepare": ("fsspec", "rich", "tokenizers"),
@@ -68,13 +67,13 @@ def missing(modules: Iterable[str]) -> list[str]:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def in_words(what: str, lacking: list[str]) -> str:
-    """Return one line, with the command that mends it."""
-    return f"{what}: this Python lacks {', '.join(lacking)}: pip install {' '.join(lacking)}"
+    """Return one line with the command that installs the packages."""
+    return f"{what}: missing packages: {', '.join(lacking)}; install them with: pip install {' '.join(lacking)}"
 
 
 def main(parts: list[str]) -> int:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunData:
     """Open and verify the data of a run. `file` and `given` are the run file and the settings on the command line.
 
-    Raises UserError if it is damaged or does not fit, or was never prepared: then it gives the command.
+    Raises UserError if it is damaged, does not fit, or was never prepared; then the message has the command.
     """
     from lockstep.core.data.index import INDEX_NAME
     from lockstep.core.files.lock import LOCK_NAME
     from lockstep.core.run.data import RunData
 
     folders = config.data.folders
-    # One that is being prepared has a lock before it has anything else.
+    # A folder that is being prepared has its lock first.
     named = (INDEX_NAME, LOCK_NAME) if config.data.wait_minutes else (INDEX_NAME,)
     there = [folder for folder in folders if any((Path(folder) / name).is_file() for name in named)]
     for folder in folders:
@@ -37,7 +37,7 @@ def open_data(config: RunConfig, file: Path, given: Mapping[str, str]) -> RunDat
 def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Sequence[str]) -> str:
     """Return the command that prepares the first folder that a run file lacks under these settings.
 
-    there: folders of its mixture that are prepared: a mixture has one tokenizer.
+    there: the prepared folders of its mixture, whose tokenizer the others take.
     """
     from lockstep.core.data.index import TOKENIZER_NAME
 
@@ -52,7 +52,7 @@ def preparing(config: RunConfig, file: Path, given: Mapping[str, str], there: Se
 
 
 def command(name: str, file: Path, given: Mapping[str, str]) -> str:
-    """Return a command as it is typed, with the settings of a run file that it was given."""
+    """Return a command to type, with the given settings of the run file."""
     words = ["lockstep", *name.split(), str(file)]
     for key, text in given.items():
         words += [f"--{key.replace('_', '-')}", text]

@@ -1,4 +1,4 @@
-"""Print the verdict of checks: what disagreed, how near each stage is to its bound, and a table of all."""
+"""Print the verdict of checks: disagreements, each stage's share of its bound, and a table of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FED = {"local": "own input", "end_to_end": "end to end", "over_steps": "over steps"}
-# More columns than a table takes.
+# A width beyond that of any table.
 _WIDE = 10_000
 # Broken measures of the origin that are shown without --verbose.
 SHOWN = 3
@@ -25,10 +25,10 @@ SHORTEST, LONGEST = 6, 24
 
 
 def print_verdict(console: Console, checks: Sequence[Check], recipe: str, verbose: bool = False) -> None:
-    """Print what was judged, what matters most first: the verdict, what disagreed, then how near stages are to bounds.
+    """Print the results, most important first: verdict, disagreements, then each stage's share of its bound.
 
     verbose: also every measure of the finding that is named, and the table with a row for each stage, phase and scope.
-    Lines are broken between words where the console is narrow, and nothing is cut.
+    On a narrow console, lines break between words; nothing is cut.
     """
     verdict = overall(checks)
     said = f"verdict: {headline(verdict, never_exercised(checks))}"
@@ -38,7 +38,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str, verbos
         say(console, f"first bad step {first.step}; origin: {place_of(first.origin)} {first.origin.note}".rstrip())
         _print_measures(console, first.origin, verbose)
         for other in first.origins[1:4]:
-            say(console, f"  wrong by itself as well: {place_of(other)}")
+            say(console, f"  also wrong by itself: {place_of(other)}")
         if more := len(first.origins[4:]):
             say(console, f"  and {more} more that are wrong by themselves")
         if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
@@ -62,7 +62,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str, verbos
 
 
 def _print_measures(console: Console, named: Finding, verbose: bool) -> None:
-    """Print what a finding measured with bounds and where these come from: what is broken, or what is nearest to it."""
+    """Print a finding's measures with bounds and their basis: those that exceed a bound, or the one nearest to it."""
     ranked = sorted(named.measures, key=lambda measure: -measure.strain)
     broken = [measure for measure in ranked if not measure.ok]
     for measure in named.measures if verbose else broken[:SHOWN] or ranked[:1]:
@@ -76,9 +76,9 @@ def _measured(measure: Measure) -> str:
 
 
 def print_table(console: Console, checks: Sequence[Check], recipe: str) -> None:
-    """Print a row for each stage, phase and scope: whether it is right, and its worst measure with tap and bound.
+    """Print a row for each stage, phase and scope: its mark, and its worst measure with tap and bound.
 
-    A table where the console is wide enough for whole cells; else two lines a row.
+    A console too narrow for whole cells gets two lines per row instead of a table.
     """
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +111,7 @@ def print_table(console: Console, checks: Sequence[Check], recipe: str) -> None:
 def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None:
     """Print a line for each stage, in the order of the chain, with a bar: its worst measure as a share of its bound.
 
-    A stage that is wrong by itself shows what is wrong by itself, also where an inherited error is larger.
+    A stage that is wrong by itself shows its own error, even if an inherited error is larger.
     """
     by_stage: dict[str, list[tuple[Check, Finding]]] = {}
     for check in checks:
@@ -135,7 +135,7 @@ def print_strain(console: Console, checks: Sequence[Check], recipe: str) -> None
 
 
 def _weight(item: tuple[Check, Finding]) -> tuple[bool, float]:
-    """Order the findings of a stage: those that are wrong by themselves come before all others."""
+    """Order the findings of a stage: those wrong by themselves come first."""
     check, finding = item
     return check.role(finding) == "origin", _strain(finding)
 
@@ -145,7 +145,7 @@ def _strain(finding: Finding) -> float:
 
 
 def _share(strain: float) -> str:
-    """Format a strain: `57 %` of its bound, `×690` where it is broken."""
+    """Format a strain: `57 %` of its bound, or `×690` beyond it."""
     if math.isinf(strain):
         return "broken"
     return f"{strain:.0%}".replace("%", " %") if strain <= 1 else f"×{strain:.3g}"
@@ -170,7 +170,7 @@ def _row(item: tuple[tuple[str, str, str], list[tuple[Check, Finding]]]) -> tupl
 
 
 def print_drift(console: Console, drifts: Iterable[Drift]) -> None:
-    """Print one line a step as it comes: losses, and how far the trajectories are apart."""
+    """Print one line per step: losses and distances between the trajectories."""
     console.print(
         "step      loss: candidate   candidate − truth   twin − truth   "
         "weights from truth: candidate   twin   ratio   candidate from twin",
@@ -186,6 +186,6 @@ def print_drift(console: Console, drifts: Iterable[Drift]) -> None:
             soft_wrap=True,
         )
     console.print(
-        "nothing was judged: rounding feeds back through the weights, and correct trajectories part as well",
+        "nothing was judged: rounding feeds back through the weights, so even correct trajectories drift apart",
         soft_wrap=True,
     )

@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from lockstep.core.config.schema import RunConfig
     from lockstep.core.run.ranks import Ranks
 
-# The process that has started these ranks by `start_ranks`: they end with it.
+# The process that started these ranks by `start_ranks`; they end with it.
 STARTED_BY = "LOCKSTEP_STARTED_BY"
-# When a rank dies torchrun ends the others. So long rank 0 has to say which one it was.
+# When a rank dies, torchrun ends the others. Rank 0 has this many seconds to name the dead rank.
 TELL_SECONDS = 4.0
 
 
 class Untold(UserError):
-    """The end of this rank without a message: another rank prints it."""
+    """The end of this rank without a message; another rank prints it."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
 class Told(UserError):
-    """A message that a rank other than 0 prints, because rank 0 has ended or hangs."""
+    """A message that a rank other than 0 prints because rank 0 has ended or hangs."""
 
 
 def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
-    """Run the command line `words` on so many processes of this machine, as torchrun does; return rank 0's exit code.
+    """Run the command line `words` on `ranks` processes of this machine, as torchrun does; return rank 0's exit code.
 
-    When one of them dies, all are ended: 2, unless rank 0 has ended before. quiet: what they print goes nowhere.
+    When one of them dies, all are ended, and the code is 2 unless rank 0 ended before. quiet: discard their output.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -60,7 +60,7 @@ def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
     import lockstep
 
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # rank 0 prints in one line what these would in many
+        if name.startswith("torch.distributed.elastic"):  # rank 0 prints one line instead of many
             logging.getLogger(name).setLevel(logging.CRITICAL)
     here = str(Path(lockstep.__file__).parents[1])
     changed = {
@@ -78,9 +78,12 @@ def start_ranks(ranks: int, words: Sequence[str], quiet: bool = False) -> int:
         code = error.failures[0].exitcode if 0 in error.failures else 2
         if code in (1, 2, 130):
             return code
-        if abs(code) in (signal.SIGTERM, 128 + signal.SIGTERM):  # ended because of another rank, which it has reported
+        if abs(code) in (
+            signal.SIGTERM,
+            128 + signal.SIGTERM,
+        ):  # ended because of another rank, whose error it has reported
             return 2
-        raise UserError(f"rank 0: its process has died (exit code {code})") from error
+        raise UserError(f"rank 0: its process died (exit code {code})") from error
     except (SignalException, KeyboardInterrupt):
         return 130
     finally:
@@ -120,10 +123,10 @@ def _silenced() -> Iterator[None]:
 
 
 def needs_start(config: RunConfig, candidate: Backend | None = None) -> bool:
-    """Return whether a command must start the ranks of a run: it has several, and torchrun has launched none.
+    """Return whether a command must start a run's ranks itself: there are several, and torchrun has launched none.
 
-    candidate: who computes; None for one that trained over several ranks before. Raises UserError if torchrun launched
-    another number of processes.
+    candidate: the backend; None for one that has already trained over several ranks. Raises UserError if torchrun
+    launched another number of processes.
     """
     if launched() is not None:
         require_ranks(config.train.ranks)
@@ -174,7 +177,7 @@ def ranks_of_launch(config: RunConfig | None) -> Iterator[Ranks]:
 
 
 def on_every_rank(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Wrap a command that every rank runs alike: the output of ranks other than 0 is dropped, and they end with 0."""
+    """Wrap a command that every rank runs: ranks other than 0 drop their output and end with 0."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -198,7 +201,7 @@ def reference_of(name: str, ranks: Ranks) -> Backend:
 
 
 def judge_of(made: Callable[[], Backend], ranks: Ranks) -> Backend:
-    """Return the backend that `made` gives, as a reference for all ranks; of several, rank 0 alone makes it."""
+    """Return the backend that `made` returns as a reference for all ranks; with several ranks, only rank 0 makes it."""
     from lockstep.core.parity.measures.compare import JudgeOfRanks
 
     if ranks.count == 1:
@@ -207,14 +210,14 @@ def judge_of(made: Callable[[], Backend], ranks: Ranks) -> Backend:
 
 
 def _end_soon(signum: int, frame: object) -> None:
-    """End this process, though not at once: it may be about to say which other one has died."""
+    """End this process after a delay, in which it may still name another rank that died."""
     timer = threading.Timer(TELL_SECONDS, os._exit, (128 + signum,))
     timer.daemon = True
     timer.start()
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that has started it is gone."""
+    """End this process when the process that started it is gone."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

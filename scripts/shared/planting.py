@@ -30,7 +30,7 @@ HONEST_STEPS = 3
 
 
 class Kept:
-    """A backend that opens each configuration once: compiling a reference's programs is most of its cost.
+    """A backend that opens each configuration once, because compiling a reference's programs is most of its cost.
 
     Sessions are shared: a caller loads its state into the session first, as every check does.
     """
@@ -107,7 +107,7 @@ class Bench:
         started = time.perf_counter()
         try:
             row = self._judged(row, fault.make(), fault.loader or (lambda batches: batches), last, self.causes)
-        except Exception as error:  # a fault may break more than it declares; the others are tried all the same
+        except Exception as error:  # a fault may break more than it declares; the others are still tried
             row = replace(row, error=in_one_line(error))
         return replace(row, seconds=time.perf_counter() - started, commit=self._commit)
 
@@ -133,7 +133,7 @@ class Bench:
         from lockstep.core.parity.judge.judge import judge
 
         torch._dynamo.reset()
-        # A session refers to its own programs and they to it: without this, those of many faults stay in memory.
+        # A session and its programs refer to each other: without a collection those of many faults stay in memory.
         gc.collect()
         reference = self.reference.over_a_run() if last > HONEST_STEPS else self.reference
         session = backend.open(self.config)
@@ -148,7 +148,7 @@ class Bench:
             if check.verdict == "could_not":
                 return replace(row, error=f"step {step}: nothing was compared")
             if check.verdict == "disagreed":
-                # The check's own number is the candidate's, which may count wrongly.
+                # The check's own step number comes from the candidate, which may count wrongly.
                 row = replace(said_of(check, row), step=step)
                 cause = self._cause(backend, session, evidence, check, row, causes)
                 return replace(row, cause=cause)
@@ -157,7 +157,7 @@ class Bench:
     def _cause(
         self, backend: Backend, session: Session, evidence: Evidence, check: Check, row: Row, causes: str
     ) -> str:
-        """Return the decoder's note or, if `causes` is set, whether the step repeats and which change mends it."""
+        """Return the decoder's note or, with `causes`, whether the step repeats and which change removes the fault."""
         from lockstep.core.capabilities import ranks_of
         from lockstep.core.parity.diagnose.cause import find_cause
         from lockstep.core.parity.diagnose.disagreement import repeated
@@ -172,8 +172,8 @@ class Bench:
             words = [repeat.why]
             if repeat.happened is not False:
                 words.append(find_cause(backend, self.backend, self.config, evidence, check).words)
-        except Exception as error:  # the verdict stands without its cause
-            words = [f"the cause could not be sought: {in_one_line(error)}"]
+        except Exception as error:  # the verdict stands without a cause
+            words = [f"the search for the cause failed: {in_one_line(error)}"]
         return "; ".join(words)
 
     def _moved(self, loss: float, step: int) -> float | None:
@@ -200,8 +200,8 @@ def run(
     """Yield the row of each fault under each recipe, the honest trainer first; rows in `kept` are not run again.
 
     Faults that need settings of their own come after the others, each set of settings with its honest trainer.
-    on_ranks: gives the rows of a recipe's faults, by name, that need so many ranks. Without it these are ranks, and
-    there are rows of such faults alone.
+    on_ranks: returns the rows, by name, of a recipe's faults that need this many ranks. Without it, this process is one
+    of those ranks, and only such faults have rows.
     """
     faults = chosen(names)
     done = {(row.name, row.recipe): row for row in kept if not row.error}
@@ -235,7 +235,7 @@ def run(
 
 
 def configured(fault: Any, config: RunConfig) -> RunConfig:
-    """Return the run with the settings that a fault needs. Raises UserError if the run's own contradict them."""
+    """Return the run with the settings that a fault needs. Raises UserError if they contradict the run's own."""
     from pydantic import ValidationError
 
     try:
@@ -247,7 +247,7 @@ def configured(fault: Any, config: RunConfig) -> RunConfig:
 
 
 def honest_name(fault: Any) -> str:
-    """Return the name of the honest trainer's row for a fault: faults with the same settings share one."""
+    """Return the name of the honest trainer's row for a fault; faults with the same settings share it."""
     said = ", ".join(f"{key} = {text}" for key, text in fault.settings.items())
     return f"{HONEST}: {said}" if said else HONEST
 
@@ -258,7 +258,7 @@ def _settings_in_words(settings: Mapping[str, str]) -> list[str]:
 
 def chosen(names: Sequence[str]) -> list[Any]:
     """Return the faults of these names, or all without names. Raises UserError for an unknown name."""
-    # pyproject.toml allows this import of a script: the collection is all of the tests that is installed.
+    # pyproject.toml allows this import of tests: the collection is the only part of the tests that is installed.
     from lockstep.parity_tests.faults import FAULTS
 
     collection = list(FAULTS)

@@ -1,7 +1,7 @@
 """Resume `lockstep train CONFIG` when torchrun restarts its ranks, or Slurm its job.
 
-The count of restarts does not show whether that has happened: each of torchrun's agents has its own. A run holds the
-name of the launch that made it, or last went on with it.
+The count of restarts does not show this, because each of torchrun's agents has its own count. A run records the name of
+the launch that made it or last continued it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LAUNCH, RESTARTS = "launch", "restarts"
 
 
 def is_of_this_launch(run: RunDir) -> bool:
-    """Return whether this launch has made the run, or gone on with it, before its ranks were started anew."""
+    """Return whether this launch made or continued the run before its ranks were restarted."""
     return launch_id() is not None and run.info.get(LAUNCH) == launch_id()
 
 
 def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
-    """Return the run at `path` if it is of this launch, to go on with; only a finished one is then overwritten.
+    """Return the run at `path` to continue if it is of this launch; only a finished one is overwritten.
 
-    Raises UserError if the ranks were started anew, and the launch has no name by which its run could be known.
+    Raises UserError if the ranks were restarted and the launch has no name that identifies its run.
     """
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import is_run
@@ -38,8 +38,9 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
         return None
     if restarts() and launch_id() is None:
         raise UserError(
-            f"{path}: the ranks were started anew, and it is not known whether this launch has made it; "
-            f"give torchrun an --rdzv-id (or --standalone), or go on with: lockstep train --resume {quoted(path)}"
+            f"{path}: the ranks were restarted, and this launch has no name that shows whether the run is its own; "
+            "give torchrun an --rdzv-id (or --standalone), or continue with: lockstep train --resume "
+            f"{quoted(path)}"
         )
     run = RunDir.open(path)
     replaced = overwrite and run.info.get("finished") and not restarts()
@@ -49,7 +50,7 @@ def run_of_this_launch(path: Path, overwrite: bool) -> RunDir | None:
 def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str, str]:
     """Return a command line's settings with `train.ranks` set to the ranks torchrun restarted (`--nnodes MIN:MAX`).
 
-    The device is the run's, in which `auto` is resolved.
+    The device is the run's, with `auto` already resolved.
     """
     place = launched()
     return {"device": run.config.device, **given, "train.ranks": str(place[1] if place else 1)}
@@ -57,8 +58,6 @@ def with_ranks_that_are_left(given: Mapping[str, str], run: RunDir) -> dict[str,
 
 def note_launch(run: RunDir, before: RunDir | None, step: int) -> int:
     """Write the launch that continues a run from `step` to run.json; return the number of this start, from 0.
-
-    before: the same run as it was before it was begun anew.
 
     before: the same run as it was before it was begun anew.
     """

@@ -24,7 +24,7 @@ Origin = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Row:
-    """A planted fault: the expected finding and the actual one. Layers of `expected` are those of the model.
+    """A planted fault: the expected finding and the actual one. Layers of `expected` are the model's.
 
     step: the first check that disagreed. named: its origin. others: all origins in the chain's order.
     rank: place of the expected origin among them, from 1. measure: the origin's worst measure, with its bound.
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def in_time(self) -> bool:
-        """Return whether a check within the promised steps found the fault, and no earlier one disagreed."""
+        """Return whether a check within the expected steps found the fault, and no earlier one disagreed."""
         return self.step is not None and 0 <= self.step - self.first_step < self.within
 
     @property
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def broken_promises(self) -> list[str]:
-        """Describe each difference from the promise; empty if there is none."""
+        """Describe each difference from the expected finding; empty if there is none."""
         if self.error:
             return [f"no verdict: {self.error}"]
         if self.expected is None:
@@ -80,7 +80,7 @@ class Row:
         if limit is not None and moved is not None and not moved < limit:
             said.append(f"the loss moved by {moved:.1e}")
         if self.promised_cause and self.step is not None and self.promised_cause not in self.cause:
-            said.append(f"the cause does not say {self.promised_cause!r}")
+            said.append(f"the cause does not name {self.promised_cause!r}")
         return said
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Row:
 
 
 def from_json(row: dict[str, Any]) -> Row:
-    """Return the row of a mapping that `to_json` made."""
+    """Return the row from a mapping made by `to_json`."""
     kept = {key: row[key] for key in Row.__dataclass_fields__}
     for key in ("expected", "named"):
         kept[key] = tuple(kept[key]) if kept[key] else None
@@ -115,7 +115,7 @@ def _link(finding: Finding) -> Origin:
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
-    """Count the results of rows of faults; the honest trainer's row is counted apart."""
+    """Count the results of the faults' rows; the honest trainer's row is counted separately."""
     faults = [row for row in rows if row.expected is not None]
     return {
         "faults": len(faults),
@@ -176,7 +176,7 @@ def read(file: Path, mark: str) -> list[Row]:
 
 
 def print_row(console: Console, row: Row) -> None:
-    """Print the line of a judged fault, and each difference from the promise."""
+    """Print the line of a judged fault, and each difference from the expected finding."""
     broken = row.broken_promises
     step = "–" if row.step is None else str(row.step)
     rank = "–" if row.rank is None else str(row.rank)

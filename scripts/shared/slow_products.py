@@ -1,4 +1,4 @@
-"""Find out whether a run's bf16 products are so slow on this CPU that FP32 trains faster: one line, or none.
+"""Detect a run whose bf16 products are so slow on this CPU that FP32 trains faster: one line, or none.
 
 python -m lockstep.scripts.shared.slow_products CONFIG    prints the line, or nothing; scripts/quickstart.sh reads it
 """
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lockstep.core.backend import Backend
     from lockstep.core.config.schema import RunConfig
 
-# Where bf16 has instructions, its products take between a half and twice FP32's time; without them, 20 to 130 times.
+# On a CPU with bf16 instructions, bf16 products take 0.5 to 2 times as long as FP32's; without them, 20 to 130 times.
 SLOW = 5.0
-# Half a minute of products at the 3 GFLOP a second of a core without the instructions: below, nothing is measured.
+# Half a minute of products at the 3 GFLOP/s of a core without the instructions. A shorter run is not measured.
 WORTH_A_LINE = 1e11
 
 
 def slow_products(config: RunConfig, backend: Backend) -> str | None:
-    """Return one line on a run whose bf16 products are slow on this CPU; None if they are not, or the run is short."""
+    """Return one line on a run whose bf16 products are slow on this CPU; None if they are fast or the run is short."""
     from lockstep.core.backend import NotSupported
     from lockstep.core.capabilities import MultipliesSlowly, ask
     from lockstep.core.components.precision import FORMATS

@@ -56,12 +56,12 @@ def run_info(config: RunConfig, backend: str, about: Mapping[str, Any], data: Ru
 
 
 def data_facts(data: RunData) -> dict[str, Any]:
-    """Return the data's entry in run.json: fingerprints, which decide, and sizes and entropies for people."""
+    """Return the data's entry in run.json: fingerprints, which resumes compare, and sizes and entropies for readers."""
     return data.dataset.facts()
 
 
 def reading_of(data: RunData) -> str:
-    """Return how often a run reads its data, by data set of a mixture, and which were left out."""
+    """Return how often a run reads its data, for each data set of a mixture, and which ones are left out."""
     config, facts = data.config, data_facts(data)
     train = config.train
     tokens = train.steps * train.batch_size * train.sequence_length
@@ -83,15 +83,15 @@ def _epochs(count: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return versions of Python, Lockstep and the libraries that decide numbers."""
+    """Return versions of Python, Lockstep and the libraries that affect numbers."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in ("lockstep", *LIBRARIES)}
 
 
 def git_commit() -> str | None:
     """Return the commit of Lockstep's checkout, with `+` if it has changes; None outside one or without git.
 
-    A repository that merely surrounds an installed Lockstep, as that of a project with its environment in `.venv`,
-    does not track this file: its commit is not Lockstep's.
+    A project's repository may surround an installed Lockstep, as one with its environment in `.venv` does. It does not
+    track this file, so its commit is not Lockstep's.
     """
 
     def git(*arguments: str) -> str:
@@ -126,20 +126,20 @@ def precision_of(config: RunConfig, group: str) -> str:
 
 
 def optimizer_of(config: RunConfig, group: str) -> str:
-    """Name the rules by which a parameter group moves."""
+    """Name the update rules of a parameter group."""
     groups, rules = groups_of(config.model), update_rules(config)
     return " and ".join(dict.fromkeys(rules[name].title for name, of in groups.items() if of == group))
 
 
 def recomputed_of(config: RunConfig, group: str) -> str:
-    """Name which parts of a group's layers the backward pass computes again."""
+    """Name the parts of a group's layers that the backward pass recomputes."""
     parts = {"embedding": ("embedding",), "matrices": ("attention", "mlp", "block"), "gains": ("norms", "block")}
     found = [part for part in parts.get(group, ()) if part in config.recompute.chosen]
     return ", ".join(found) or "no"
 
 
 def sequences_of(train: TrainConfig) -> str:
-    """Describe the sequences of a step, and up to which step they are of which length."""
+    """Describe the number of sequences of a step and their length, for each phase of the curriculum."""
     ends = last_steps(train.curriculum, train.steps) or (train.steps,)
     said = [f"{batch_size(train, end)} sequences of {sequence_length(train, end)}" for end in ends]
     if len(ends) > 1:
@@ -161,14 +161,14 @@ def learning_rate_of(config: RunConfig) -> str:
 
 
 def flops_of(config: RunConfig, length: int) -> str:
-    """Return FLOPs of a token of a sequence so long, by convention."""
+    """Return the FLOPs per token at a sequence length, by convention."""
     by_kind = flops_per_token(config.model, length)
     said = ", ".join(f"{kind} {value / 1e9:.4g}" for kind, value in by_kind.items())
     return f"at {length}: {said}" if len(config.train.lengths) > 1 else said
 
 
 def print_start(console: Console, run: RunDir, data: RunData, about: Mapping[str, Any]) -> None:
-    """Print tables: what is in force, parameter groups, and the losses to know."""
+    """Print tables: the settings in force, the parameter groups, and reference losses."""
     config, of_data = run.config, data_facts(data)
     train = config.train
     stream = config.precision.stream

@@ -22,7 +22,7 @@ def loss_of(model: Any, batch: Tensor) -> Tensor:
 
 
 def loop(mended: bool = False) -> Seen:
-    """Train for some epochs. mended: leave the micro-batches out that make no whole step."""
+    """Train for some epochs. mended: leave out the micro-batches of an incomplete step."""
     count = MICRO_BATCHES // ACCUMULATION * ACCUMULATION if mended else MICRO_BATCHES
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=True)
     model = small.llama()

@@ -1,4 +1,4 @@
-"""Single functions of torch and Liger-Kernel, forward and backward, beside the plain function of the same meaning."""
+"""Single functions of torch and Liger-Kernel, forward and backward, beside an equivalent plain function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep import NotHonest, assert_honest
 from lockstep.scripts.museum.seen import Seen
 
-# Rows and tokens of the inputs whose errors are shown, and of those that are judged.
+# Rows and tokens of the inputs whose errors are shown, and of the inputs that are judged.
 SHOWN, JUDGED, LARGE = 65_536, 8192, 2**26
 
 
@@ -46,7 +46,7 @@ def layer_norm(mended: bool) -> Seen:
 
 
 def embedding(mended: bool) -> Seen:
-    """Read a bf16 table of 256 words at the places of a text in which few words make up most."""
+    """Read the words of a text from a bf16 table of 256 words; a few words make up most of the text."""
     dtype = torch.float32 if mended else torch.bfloat16
 
     def mine(table: Tensor, ids: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def vector_norm(mended: bool) -> Seen:
 
 
 def fused_cross_entropy(mended: bool) -> Seen:
-    """Judge Liger-Kernel's fused head and loss, one loss a token, which the caller weighs; Triton's interpreter."""
+    """Judge Liger-Kernel's fused head and loss by Triton's interpreter: one loss per token, weighted by the caller."""
     os.environ["TRITON_INTERPRET"] = "1"
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -97,7 +97,7 @@ def fused_cross_entropy(mended: bool) -> Seen:
 
 
 def honest(mine: Any, plain: Any, inputs: Sequence[Tensor], dtype: str, **settings: Any) -> Any:
-    """Return the report, whether it is one of a failure or not."""
+    """Return the report, also that of a failure."""
     try:
         return assert_honest(mine, plain, inputs, dtype, **settings)
     except NotHonest as error:

@@ -45,7 +45,7 @@ class Losses(L.Callback):
 
 
 def loop(mended: bool = False) -> Seen:
-    """Train for 2 epochs. mended: leave the micro-batches out that make no whole step."""
+    """Train for 2 epochs. mended: leave out the micro-batches of an incomplete step."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     count = MICRO_BATCHES // ACCUMULATION * ACCUMULATION if mended else MICRO_BATCHES

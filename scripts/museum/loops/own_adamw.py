@@ -1,4 +1,4 @@
-"""A causal language model and the AdamW that transformers had of its own."""
+"""A causal language model and transformers' own former AdamW."""
 
 from __future__ import annotations
 

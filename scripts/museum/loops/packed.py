@@ -16,7 +16,7 @@ STEPS, DOCUMENTS = 48, 4
 
 
 def each_alone(model: Any, inputs: Any) -> Tensor:
-    """Compute the mean loss a target, with every document in a row of its own."""
+    """Compute the mean loss per target, with every document in a row of its own."""
     starts = (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
     total: Any = 0.0
     for start, end in zip(starts, [*starts[1:], inputs["input_ids"].shape[1]], strict=True):
@@ -26,14 +26,14 @@ def each_alone(model: Any, inputs: Any) -> Tensor:
 
 
 def documents() -> list[dict[str, list[int]]]:
-    """Return texts of 8 to 32 tokens, as many as are trained on."""
+    """Return the training texts, of 8 to 32 tokens each."""
     return [{"input_ids": ids[: 8 + 7 * i % 25].tolist()} for i, ids in enumerate(small.text()[: STEPS * DOCUMENTS])]
 
 
 def loop() -> Seen:
     """Train for 48 steps of 4 documents."""
     model = small.llama()
-    # transformers 4.57 makes no mask of documents where there is a cache.
+    # transformers 4.57 makes no document mask if there is a cache.
     model.config.use_cache = False
     trainer = Trainer(
         model=model,

@@ -1,4 +1,4 @@
-"""Documents side by side in one row, without padding, in a loop of one's own."""
+"""Documents side by side in one row, without padding, in a plain training loop."""
 
 from __future__ import annotations
 

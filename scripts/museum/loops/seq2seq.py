@@ -55,7 +55,7 @@ def git() -> Any:
 
 
 def aligned(model: Any, inputs: Any) -> Tensor:
-    """Compute the mean loss a label, of a decoder that is given the labels moved by one place."""
+    """Compute the mean loss per label of a decoder whose inputs are the labels shifted by one."""
     given = {key: value for key, value in inputs.items() if key != "labels"}
     moved = model.prepare_decoder_input_ids_from_labels if hasattr(model, "_shift_right") else shifted
     logits = model(**given, decoder_input_ids=moved(labels=inputs["labels"])).logits
@@ -63,12 +63,12 @@ def aligned(model: Any, inputs: Any) -> Tensor:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Return the labels, one place later, after the token that starts a decoder."""
+    """Return the decoder's inputs: the start token, then the labels shifted right by one."""
     return torch.cat([torch.ones_like(labels[:, :1]), labels[:, :-1]], 1)
 
 
 def caption(model: Any, inputs: Any) -> Tensor:
-    """Compute the mean loss a token that follows, over the text after the image."""
+    """Compute the mean next-token loss over the text after the image."""
     logits = model(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
     return small.next_token_loss(logits[:, -inputs["input_ids"].shape[1] :], inputs["labels"])
 
@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Tensor]]] = {
 
 
 def loop(model: str, accumulation: int = 1, mended: bool = False) -> Seen:
-    """Train for 24 steps. mended: say by hand that the model's loss takes no number of targets."""
+    """Train for 24 steps. mended: set by hand that the model's loss takes no number of targets."""
     torch.manual_seed(0)
     build, loss = MODELS[model]
     trained = build()

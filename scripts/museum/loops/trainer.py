@@ -14,7 +14,7 @@ STEPS, ROWS = 24, 2
 
 
 def loop(model: str = "llama", data: str = "text", accumulation: int = 4, mended: bool = False) -> Seen:
-    """Train for 24 steps. mended: say by hand that the labels are shifted."""
+    """Train for 24 steps. mended: set by hand that the labels are shifted."""
     trained: Any = {"llama": small.llama, "gpt2": small.gpt2}[model]()
     if mended:
         trained.loss_type = "ForCausalLM"

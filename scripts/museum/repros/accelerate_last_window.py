@@ -14,7 +14,7 @@ accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
 weight: Any = torch.nn.Linear(1, 1, bias=False)
 optimizer: Any = torch.optim.SGD(weight.parameters(), lr=0.0)
 ones: Any = torch.ones(6, 1)
-# Six micro-batches of ones: the gradient of the mean output is 1, whatever was accumulated.
+# Six micro-batches of ones: the gradient of the mean output is 1 for any number of accumulated micro-batches.
 model, optimizer, loader = accelerator.prepare(weight, optimizer, DataLoader(ones))
 found = []
 for batch in loader:

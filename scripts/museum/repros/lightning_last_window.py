@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 class Module(L.LightningModule):
-    """A module with one weight, which keeps the gradients with which the optimizer is called."""
+    """A module with one weight; it keeps the gradients at each call of the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Module(L.LightningModule):
 module = Module()
 trainer = L.Trainer(max_epochs=1, accumulate_grad_batches=4, accelerator="cpu", logger=False,
                     enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
-# Six micro-batches of ones: the gradient of the mean output is 1, whatever was accumulated.
+# Six micro-batches of ones: the gradient of the mean output is 1 for any number of accumulated micro-batches.
 ones: Any = torch.ones(6, 1)
 trainer.fit(module, DataLoader(ones))
 print(
