@@ -77,5 +77,5 @@ def test_real_steps(run_file, here, capsys):  # noqa: F811
     after = json.loads((here / "curves.json").read_text())
     assert len(after) == 5 and kept.items() <= after.items()
     capsys.readouterr()
-    with pytest.raises(UserError, match="the time is up before first with seed 0"):
+    with pytest.raises(UserError, match="time limit reached before first with seed 0"):
         two_curves.main([str(run_file), "fp8.toml", "--steps", "9", "--device", "cpu", "--minutes", "1e-9"])

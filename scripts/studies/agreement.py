@@ -1,4 +1,4 @@
-"""Torch against JAX on the quickstart model, over precisions, programs and micro-batches. Writes agreement.md.
+"""Compare torch with JAX on the quickstart model, over precisions, programs and micro-batches. Writes agreement.md.
 
 python -m lockstep.scripts.studies.agreement
 """

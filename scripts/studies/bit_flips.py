@@ -1,13 +1,13 @@
-"""Files of a run and of its data are damaged at random, and the run is resumed: is it ever wrong? Resumable.
+"""Damage files of a run and of its data at random, resume the run, and count wrong results. Resumable.
 
     python -m lockstep.scripts.studies.bit_flips              1,000 trials, then the page; ends 1 if any was wrong
-    python -m lockstep.scripts.studies.bit_flips --only 17    one trial again, with what it printed
+    python -m lockstep.scripts.studies.bit_flips --only 17    one trial again, with its output
     python -m lockstep.scripts.studies.bit_flips --page       only write docs/results/bit_flips.md from the trials
 
-A trial takes a copy of a small run that stopped at step 8 of 8, whose last checkpoints are of steps 5 and 6, flips one
-bit, overwrites one byte or cuts the file at a random place, and resumes it as a user does: `lockstep train --resume`.
-The trial's number determines the damage. The run is made once and kept with the trials in .cache/bit_flips;
---fresh begins anew.
+A trial copies a small run that stopped at step 8 of 8 with its last checkpoints at steps 5 and 6. It flips one bit,
+overwrites one byte or truncates a file at a random place, and resumes the copy as a user does: `lockstep train
+--resume`. The trial's number determines the damage. The run is made once and kept with the trials in .cache/bit_flips;
+--fresh starts over.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DATA, RUN, WHOLE, TRIALS = Path("data"), Path("runs/tiny"), Path("uninterrupted"
 
 SEED = 5
 STEPS, KEPT = 8, (5, 6)
-# Checks are due at steps 1 and 5: parity.jsonl has lines, and no resume has to wait for a reference.
+# Checks are due at steps 1 and 5, so that parity.jsonl has lines and no resume waits for a reference.
 RUN_FILE = f"""
 name = "tiny"
 [model]
@@ -96,7 +96,10 @@ OUTCOMES = {
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind that is counted apart; None for a file that is not damaged. path: in the trial's folder."""
+    """Return the kind of file that the page counts.
+
+    None for a file that is not damaged. path: in the trial's folder.
+    """
     if path.is_relative_to(RUN / "checkpoints"):
         if not _of_step(path.relative_to(RUN / "checkpoints").parts[0], KEPT[-1]):
             return None  # the one before is read only if this one is damaged
@@ -115,7 +118,7 @@ def _of_step(folder: str, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Damage:
-    """The damage to one file. at: byte. byte: what stands there then; None: the file ends there."""
+    """The damage to one file. at: position of the byte. byte: its new value; None truncates the file there."""
 
     path: Path
     at: int
@@ -134,7 +137,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class End:
-    """The contents of a run directory. resumed: from this step. info: run.json, without what a clock decides.
+    """The contents of a run directory. resumed: from this step. info: run.json, without times.
 
     lines, set_aside: of records.jsonl and parity.jsonl, and of all branches, by file and step.
     """
@@ -157,10 +160,10 @@ class Told:
 
 
 class Trials:
-    """The undamaged run, a copy of it to be damaged, and how a run that is not interrupted ends."""
+    """The undamaged run, a copy to damage, and the end of an uninterrupted run."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the base run. Raises UserError if it cannot be made, or is not the one that this Lockstep makes."""
+        """Open the base run. Raises UserError if it cannot be made, or another version of Lockstep made it."""
         self.folder, self.base, self.work = folder, folder / "base", folder / "work"
         if not self.base.exists():
             make_run(folder)
@@ -195,7 +198,7 @@ class Trials:
         return Damage(path, at, chance.choice([byte for byte in range(256) if byte != whole[at]]))
 
     def trial(self, damage: Damage) -> tuple[str, str, Told]:
-        """Return (outcome, reason or message, all that was printed)."""
+        """Return (outcome, reason or message, output)."""
         shutil.rmtree(self.work / RUN)
         shutil.copytree(self.base / RUN, self.work / RUN)
         damage.inflict(self.work)
@@ -221,7 +224,7 @@ class Trials:
     def judge(self, damage: Damage, told: Told) -> tuple[str, str]:
         """Return (outcome, reason or message)."""
         name, said = damage.path.name, [line for line in told.out.splitlines() if damage.path.name in line]
-        # The run went on to its end, and its record holds fewer than half of its checks.
+        # The run reached its end, and its record has fewer than half of its checks.
         unchecked = told.code == 2 and len(told.err.splitlines()) == 1 and f"{CHECKS} has no line" in told.err
         if told.code == 2 and not unchecked:
             one = len(told.err.splitlines()) == 1 and name in told.err and "traceback in" not in told.err
@@ -248,7 +251,7 @@ class Trials:
             return "run.json differs"
         for name, written in self.whole.lines.items():
             for step, line in end.lines[name].items():
-                # The steps that the resume made anew took another time than before.
+                # The steps that the resume repeated took another time than before.
                 timing = TIMING if step > end.resumed else ()
                 if without(line, timing) != without(written.get(step, {}), timing):
                     return f"{name} holds what was never written, at step {step}"
@@ -257,14 +260,18 @@ class Trials:
                 return f"a branch's {name} holds what was never written"
             if end.lines[name].keys() != written.keys() and not told:
                 return f"{name} lacks lines, and nothing was said"
-            # A file that ends early is what a crash leaves: later lines than the checkpoint's leave the run anyway.
+            # A crash also leaves a file that ends early. Lines after the checkpoint are dropped from the run in any
+            # case.
             if end.set_aside[name].keys() != later and not (told or cut):
                 return f"a branch's {name} lacks lines, and nothing was said"
         return ""
 
 
 def make_run(folder: Path) -> None:
-    """Make text, data and the run under `folder`/base, whole or not at all. Raises UserError if a command fails."""
+    """Make text, data and the run under `folder`/base, completely or not at all.
+
+    Raises UserError if a command fails.
+    """
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     (made / "text").mkdir(parents=True)
@@ -332,20 +339,20 @@ def same_state(one: State, other: State) -> bool:
 
 @dataclass
 class BitFlips:
-    """Damage files of a run at random, resume it, and count how that ends."""
+    """Damage files of a run at random, resume it, and count the outcomes."""
 
     trials: int = 1000
-    """how many, from the fixed seed"""
+    """number of trials, drawn from the fixed seed"""
     only: int | None = None
-    """make this one trial and show what it printed"""
+    """run this one trial and show its output"""
     fresh: bool = False
-    """forget what was tried, and make the run anew"""
+    """discard earlier trials, and make the run again"""
     page: bool = False
     """only write the page"""
     minutes: float = 0.0
-    """stop after this time, if not 0; a later call goes on"""
+    """time limit; 0 = none. A later call continues"""
     folder: Path = FOLDER
-    """where the run and the trials are kept"""
+    """folder of the run and the trials"""
 
 
 def run_trials(trials: Trials, numbers: Iterable[int], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -400,7 +407,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Make what is missing, then write the page."""
+    """Run the missing trials, then write the page."""
     options = tyro.cli(BitFlips, description=__doc__)
     if options.fresh:
         shutil.rmtree(options.folder, ignore_errors=True)

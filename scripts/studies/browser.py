@@ -41,11 +41,11 @@ class Browser:
         self._ask("POST", "/url", {"url": address})
 
     def run(self, script: str) -> Any:
-        """Run the body of a function in the page; returns what it returns. The page's policy does not hold for it."""
+        """Run the body of a function in the page and return its result. The page's policy does not apply to it."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def wait(self, script: str, holds: Callable[[Any], bool], seconds: float = _SECONDS) -> Any:
-        """Return what `script` returns once `holds` of it. Raises TimeoutError with what it returned last."""
+        """Return the result of `script` as soon as `holds` is true of it. Raises TimeoutError with its last result."""
         end = time.monotonic() + seconds
         while True:
             found = self.run(script)
@@ -70,11 +70,11 @@ class Browser:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def picture(self, path: Path) -> None:
-        """Write what the window shows as PNG."""
+        """Write a PNG of the window."""
         path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
     def complaints(self) -> list[str]:
-        """Return the console's lines since the last call: what the page's policy refused, and errors of its script."""
+        """Return the console's lines since the last call: requests refused by the page's policy, and script errors."""
         return [line["message"] for line in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def close(self) -> None:

@@ -2,14 +2,14 @@
 
     python -m lockstep.scripts.studies.calibrate                     all recipes
     python -m lockstep.scripts.studies.calibrate bf16/eager --jobs 4 one recipe, in four processes; the others are kept
-    python -m lockstep.scripts.studies.calibrate --parts muon        the bounds of Muon alone, into what is there
+    python -m lockstep.scripts.studies.calibrate --parts muon        only the bounds of Muon, added to the table
     python -m lockstep.scripts.studies.calibrate tf32/eager --device cuda   TF32, which CPUs do not have
-    python -m lockstep.scripts.studies.calibrate bf16/eager --add    what norms hide alone, into the rows that are there
-    python -m lockstep.scripts.studies.calibrate --page              the page and its CSV alone, from what is there
+    python -m lockstep.scripts.studies.calibrate bf16/eager --add    only bounds on elements, added to the table
+    python -m lockstep.scripts.studies.calibrate --page              only the page and its CSV, from the table
 
-Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py) judged against the JAX twin and
-truth, at initial weights and after some training. Bounds come from the calibration draws; the held-out draws were never
-examined when bounds were set, and say how often a clean run would have been accused.
+Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py), judged against the JAX twin and
+truth at initial weights and after some training. Bounds come from the calibration draws. The held-out draws, never
+examined when bounds were set, measure how often a clean run would be accused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-# Twin and truth are the same programs for every recipe of a policy: compiled once, found again by the next process.
+# All recipes of a policy share the programs of twin and truth: compiled once, then cached for the next process.
 from lockstep.scripts.studies.repository import ROOT
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache/jax"))
@@ -56,9 +56,9 @@ from lockstep.scripts.studies.clean_runs import clean_evidence, draw_config, of_
 from lockstep.scripts.studies.samples import Checks, Sample, kept
 
 TABLE = ROOT / "core/parity/measures/calibrated_bounds.json"
-# The parts measured apart: `step`, a whole step with AdamW; another optimizer or a library's loss head.
-# `casts`: what a plan of casts rounds (`precision.casts`). `plans`: a whole step under another plan than Lockstep's.
-# `families`: stages that no Llama has.
+# The parts that are measured separately: `step`, a whole step with AdamW; another optimizer or a library's loss head.
+# `casts`: the roundings of a plan of casts (`precision.casts`). `plans`: a whole step under another plan than
+# Lockstep's. `families`: stages that a Llama lacks.
 Part = Literal[
     "step", "families", "casts", "plans", "adamw8bit", "adamw8bit_bnb", "muon", "torch_head", "liger_head", "cce_head"
 ]
@@ -71,7 +71,7 @@ Job = tuple[str, int, Part, str, Path | None]
 
 
 def clean_run(job: Job) -> Checks:
-    """Return the distances of every comparison of `clean_checks`, by check; from the folder of samples if stored."""
+    """Return the distances of every comparison of `clean_checks` by check, from the folder of samples if stored."""
     recipe, draw, part, _, folder = job
     path = folder / recipe / f"{part}-{draw}.json" if folder else None
     return kept(path, lambda: clean_checks(job))
@@ -80,7 +80,7 @@ def clean_run(job: Job) -> Checks:
 def clean_checks(job: Job) -> Checks:
     """Return distances of every comparison of `CHECKS` steps of `SEEDS` runs of a shape, by check.
 
-    Another part than the step keeps only its own comparisons.
+    A part other than the step keeps only its own comparisons.
     """
     recipe, draw, part, device, _ = job
     checks: Checks = []
@@ -136,7 +136,7 @@ def part_of(kind: str) -> Part:
 
 @cache
 def of_llama() -> frozenset[str]:
-    """Return the stages that a Llama has."""
+    """Return the stages of a Llama."""
     return frozenset(one.id for one in forward_stages(ModelConfig()))
 
 
@@ -161,7 +161,7 @@ def keep(rows: dict[str, Any], recipe: str, parts: list[Part], measured: dict[st
 
 
 def extremes(samples: list[Sample]) -> dict[str, Extremes]:
-    """Return the extremes of each kind of comparison, in units of the scatter of its size."""
+    """Return the extremes of each kind of comparison, in units of the scatter for its tensor's size."""
     found: dict[str, Extremes] = {}
     for kind, d, size in samples:
         one = Extremes.of(d, size)
@@ -183,9 +183,9 @@ def over_checks(runs: list[Checks]) -> dict[str, float]:
 
 
 def add_sharp(rows: dict[str, Any], clean: dict[str, Extremes]) -> None:
-    """Join what norms hide with the rows of a recipe that are there, and add rows of kinds that are not.
+    """Add bounds on elements to the existing rows of a recipe, and add rows of missing kinds.
 
-    Everything else in the rows stays.
+    Everything else in the rows is kept.
     """
     added = {kind: row.to_json() for kind, row in clean.items() if kind not in rows}
     for kind, row in rows.items():
@@ -208,14 +208,14 @@ def accused(recipe: str, samples: list[Sample]) -> dict[str, int]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the measured table; a table that does not exist yet starts as the one in force."""
+    """Read the measured table; a new table starts as a copy of the one in force."""
     start = path if path.exists() else TABLE
     stored: dict[str, Any] = json.loads(start.read_text()) if start.exists() else {}
     return {"recipes": stored.get("recipes", {}), "held_out": stored.get("held_out", {})}
 
 
 def write_table(table: dict[str, Any], path: Path) -> None:
-    """Write a table, and make the bounds in this process follow it."""
+    """Write a table, and put its bounds in force in this process."""
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     calibrated_bounds.TABLE = path
     calibrated_bounds.table.cache_clear()
@@ -248,19 +248,19 @@ class Calibrate:
     jobs: int = 2
     """processes; each computes on one thread"""
     parts: tuple[Part, ...] = ON_CPU
-    """whose kinds of comparison are measured; those of the others stay as they are"""
+    """parts whose kinds of comparison are measured; the other parts keep their bounds"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the loss heads of libraries run, and tf32; liger_head, cce_head and tf32 need cuda"""
+    """device of library loss heads and of tf32; liger_head, cce_head and tf32 need cuda"""
     table: Path = TABLE
-    """the table to write; docs/results/calibration.md follows that of the package alone"""
+    """table to write; docs/results/calibration.md is written only with the package's own table"""
     add: bool = False
-    """join what norms hide (core/parity/measures/peak_bounds.py) with the rows that are there, which stay otherwise"""
+    """add only bounds on elements (core/parity/measures/peak_bounds.py) to the existing rows"""
     samples: Path | None = None
-    """a folder that keeps what each draw showed; a draw that is there is not run again"""
+    """folder of each draw's samples; a draw whose samples are there is not run again"""
     draws: int = len(CALIBRATION_DRAWS)
-    """random shapes for the bounds"""
+    """number of random shapes for the bounds"""
     held_out: int = len(HELD_OUT_DRAWS)
-    """others that are held out"""
+    """number of held-out shapes"""
     page: bool = False
     """measure nothing; write the page and its CSV from the table of the package"""
 
@@ -274,7 +274,7 @@ def main() -> None:
     os.environ[here.FOLDER] = "off"
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
-    # A new process every few draws: torch.compile and XLA keep what they have compiled.
+    # A new process every few draws frees the programs that torch.compile and XLA keep.
     with context.Pool(options.jobs, maxtasksperchild=4) as pool:
         for recipe in options.recipes:
             started = time.perf_counter()

@@ -18,7 +18,7 @@ from lockstep.core.parity.measures.scatter import SCATTER_SIZE
 
 POLICIES = ("fp32", "bf16", "fp16", "fp8_tensorwise", "fp8_rowwise")
 RECIPES = tuple(f"{policy}/{program}" for policy in POLICIES for program in ("eager", "compiled"))
-LARGE = 1 << 40  # numbers of a tensor whose size widens nothing
+LARGE = 1 << 40  # elements of a tensor so large that its size widens no bound
 # Scope of a kind of comparison → the comparison, in the order of the page.
 SCOPES = {
     "forward": "output of a stage, from its own inputs",

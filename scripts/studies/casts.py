@@ -2,8 +2,8 @@
 
     python -m lockstep.scripts.studies.casts            docs/results/casts.json and .md
 
-Plans take the same steps in turns, in one process. Errors are those of one micro-batch at weights that were trained for
-a while under Lockstep's own casts: of the per-token loss and of each gradient, against the reference in FP64.
+Plans run the same steps in turns, in one process. Errors of the per-token loss and of each gradient are those of one
+micro-batch against the reference in FP64, at weights trained for a while under Lockstep's own casts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LENGTH, ROUNDS, WARM, TRAINED = 128, 9, 2, 100
 
 
 def steps(compiled: bool) -> dict[str, list[float]]:
-    """Return seconds of each counted step, by plan."""
+    """Return the seconds of each timed step, by plan."""
     common = settings(LENGTH, compiled, "bf16")
     sessions = {plan: TorchBackend().open(load_config(RUN, {**common, "precision.casts": plan})) for plan in PLANS}
     (batch,) = random_batches(load_config(RUN, common), 1)

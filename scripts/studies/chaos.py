@@ -1,12 +1,13 @@
-"""Kill runs by SIGKILL at any moment, and check that they survive: a hundred kills on small runs. Resumable.
+"""Kill small runs by SIGKILL at random moments, and check that they survive: a hundred kills. Resumable.
 
-    python -m lockstep.scripts.studies.chaos --jobs 2             run what is missing, then write docs/results/chaos.md
-    python -m lockstep.scripts.studies.chaos --page               only write the page from what has been run
+    python -m lockstep.scripts.studies.chaos --jobs 2             run the missing rounds, then write
+    docs/results/chaos.md python -m lockstep.scripts.studies.chaos --page               only write the page from the
+    finished rounds
 
-A round starts or resumes `lockstep`, kills it at a moment drawn at random, and compares what lies on the disk; rounds
-follow each other on one run until it has come to its end, and is compared with one that was never killed. Where a kill
-fell is read off the disk, not off what was meant. Rounds are lines of docs/results/chaos.jsonl, written once the run of
-theirs has ended and was compared, so that an interrupted search goes on where it stopped.
+A round starts or resumes `lockstep`, kills it at a random moment, and checks the files on the disk. Rounds follow each
+other on one run until it ends; then it is compared with a run that was never killed. The phase of a kill is read from
+the disk, not from the planned moment. Rounds are lines of docs/results/chaos.jsonl, written after their run has ended
+and was compared, so that an interrupted search continues where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ MIX = {
     "preparing": 9,
     "reporting": 5,
 }
-# Rounds that follow each other; those that are not named are on one run of one rank.
+# Rounds per chain; a kind without an entry has one run of one rank.
 TOGETHER = {"ranks": 5, "preparing": 3, "reporting": 5}
 OTHERS = 8
 
@@ -57,24 +58,24 @@ class Chaos:
     """Choose the trials to run."""
 
     rounds: int = 100
-    """kills that are counted"""
+    """number of kills to count"""
     jobs: int = 2
     """runs at a time"""
     seed: int = 0
-    """of what is drawn"""
+    """seed of the draws"""
     page: bool = False
     """only write the page"""
     work: Path = WORK
-    """folder of the runs; emptied"""
+    """folder of the runs; it is emptied"""
     results: Path = RESULTS
-    """lines of what was found"""
+    """file of the results, one line per round"""
     out: Path = PAGE
     """page to write"""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of rounds that follow each other."""
+    """A chain of consecutive rounds."""
 
     name: str
     kind: str
@@ -102,7 +103,7 @@ def chains(rounds: int, seed: int) -> list[Chain]:
 
 
 def run_chain(chain: Chain, work: Path, module: str = MODULE) -> list[Line]:
-    """Run all rounds of a chain, on as many runs as they take; each run is brought to its end and compared."""
+    """Run all rounds of a chain on as many runs as they take; each run is finished and compared."""
     started = time.perf_counter()
     random = Random(f"{chain.name}/{chain.seed}")
     found: list[Line] = []
@@ -176,7 +177,7 @@ ROWS = {
     "reported": "a report written",
     "not to be read": "what could not be read afterwards",
 }
-# Something lies aside, under a name that is not a checkpoint's.
+# A leftover has a name that is not a checkpoint's.
 CHECKPOINT = ("files", "manifest", "rename")
 SEAL = ("manifest", "rename")
 
@@ -272,13 +273,13 @@ def lines(path: Path, plan: Sequence[Chain]) -> list[Line]:
 
 
 def missing(plan: Sequence[Chain], found: Sequence[Line]) -> Iterator[Chain]:
-    """Yield the chains that are not done."""
+    """Yield the unfinished chains."""
     done = {line["chain"] for line in found}
     yield from (chain for chain in plan if chain.name not in done)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write the page; 1 if anything was not as it must be."""
+    """Run the missing rounds, then write the page; 1 if any check failed."""
     options = tyro.cli(Chaos, description=__doc__, args=arguments)
     plan = chains(options.rounds, options.seed)
     if not options.page and (todo := list(missing(plan, lines(options.results, plan)))):

@@ -1,4 +1,4 @@
-"""Kill runs, preparations and reports for scripts/studies/chaos.py, and check what must then be true."""
+"""Kill runs, preparations and reports for scripts/studies/chaos.py, and check the state that they leave."""
 
 from __future__ import annotations
 
@@ -71,10 +71,11 @@ TIMES = ("seconds", "tokens_per_second", "mfu", "host")
 
 @dataclass(frozen=True)
 class Aim:
-    """Operations that a round means to hit, as `Moment` counts them.
+    """Operations at which a round aims, as `Moment` counts them.
 
-    times, further, delay: the most that is drawn; delay in seconds. outside: share of the kills that come from outside,
-    after the delay; the others come right before the operation. slowly: as of `Moment`, for kills from outside.
+    times, further, delay: upper limits of the draws; delay in seconds. outside: share of kills that come from another
+    process after the delay; the others come directly before the operation. slowly: as in `Moment`, for kills from
+    outside.
     """
 
     start: str
@@ -98,7 +99,7 @@ AIMS = {
 
 
 def make_ground(ground: Path) -> None:
-    """Make text (the heads of some standard-library modules), a data set of it, a run file, and a run of seed 0."""
+    """Make text (the heads of some standard-library modules), its data set, a run file, and a run of seed 0."""
     shutil.rmtree(ground, ignore_errors=True)
     (ground / "text").mkdir(parents=True)
     for module in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:30]:
@@ -117,7 +118,10 @@ def train_words(module: str, ground: Path, run: Path, seed: int, ranks: int = 1)
 
 
 def train_straight(ground: Path, run: Path, seed: int, ranks: int = 1) -> None:
-    """Train a run that nobody kills; it keeps all its checkpoints, so that any of another's can be compared."""
+    """Train an undisturbed run.
+
+    It keeps all its checkpoints, so that every checkpoint of another run can be compared.
+    """
     run_to_end([*train_words(PLAIN, ground, run, seed, ranks), "--checkpoint.keep", "1000"], run.parent)
 
 
@@ -137,9 +141,9 @@ def prepare_words(module: str, ground: Path, data: Path, workers: int) -> list[s
 
 
 class Life(ABC):
-    """A product of `lockstep` that is killed again and again, and compared with one that was never killed.
+    """A product of `lockstep` that is killed repeatedly and compared with one that was never killed.
 
-    folder: of its own. place: the folder in it whose file operations count. over: whether it came to its end by itself.
+    folder: its own folder. place: the folder in it whose file operations are counted. over: whether it ended by itself.
     """
 
     kind: str
@@ -152,7 +156,7 @@ class Life(ABC):
         self.folder, self.seed, self.module = folder, seed, module
 
     def round(self, aim: str, random: Random) -> Line | None:
-        """Start it, kill it and look; None if it ended before it was killed."""
+        """Start it, kill it and check the disk; None if it ended before it was killed."""
         about = AIMS[aim]
         outside = self.victim != 0 or random.random() < about.outside
         moment = Moment(
@@ -199,26 +203,26 @@ class Life(ABC):
             self._failed = f"exit code {ended.code}: {said}" if ended.code else None
         return ended
 
-    # The findings of `look`, as in the lines of the results; `phase` is where the kill fell.
+    # The findings of `look`, as in the lines of the results; `phase` is the phase of the kill.
     found: Line
 
     @abstractmethod
     def words(self) -> list[str]:
-        """Return the command of the process that makes it, or goes on with it."""
+        """Return the command of the process that makes or continues it."""
 
     @abstractmethod
     def look(self, ended: Ended) -> Iterator[str]:
-        """Set `found` after a kill, and yield what is not as it must be."""
+        """Set `found` after a kill, and yield each failed check."""
 
     @abstractmethod
     def compare(self) -> Iterator[str]:
-        """Yield, at its end, what differs from the life that was never killed."""
+        """Yield, at its end, the differences from the undisturbed life."""
 
 
 class TrainingLife(Life):
     """A run.
 
-    seed: of its weights. ranks: two are launched by torchrun; they are killed in turn.
+    seed: of its weights. ranks: two are launched by torchrun and killed in turn.
     """
 
     def __init__(self, folder: Path, ground: Path, seed: int, module: str, ranks: int = 1) -> None:
@@ -266,7 +270,7 @@ class TrainingLife(Life):
                 yield f"it went on from step {step}; the last committed checkpoint was of step {before.committed[-1]}"
 
     def compare(self) -> Iterator[str]:
-        """Compare records, checkpoints, left-overs and branches, and check that no record was lost."""
+        """Compare records, checkpoints, leftovers and branches, and check that no record was lost."""
         now = Disk.of(self._run)
         yield from self._wrong(now)
         if len(now.lines) != len(self._expected) or not now.info.get("finished"):
@@ -315,7 +319,7 @@ class TrainingLife(Life):
                 yield f"the checkpoint of step {step} differs in {key}"
 
     def _kept(self, newest: int) -> list[int]:
-        """Return the steps whose checkpoints must be there when that of `newest` is the last."""
+        """Return the steps whose checkpoints must exist if `newest` is the last one."""
         made = [step for step in self._steps if step <= newest]
         scores = [(r["metrics"][BEST], r["step"]) for r in self._expected[:newest] if BEST in r["metrics"]]
         return sorted({*made[-KEEP:], *[step for _, step in sorted(scores)[:1]]})
@@ -325,10 +329,10 @@ class TrainingLife(Life):
 class Disk:
     """The state of a run on the disk.
 
-    inode: of its folder; 0 if there is none. lines: of records.jsonl, whole ones; records: what they say. torn: whether
-    one more has begun.
-    committed: steps of what is named as a checkpoint. told: steps in checkpoints.jsonl. hidden: names of what is being
-    written or deleted beside the checkpoints; sealed: those of them that have a manifest, and whether it is whole.
+    inode: of its folder; 0 if there is none. lines: complete lines of records.jsonl; records: their contents. torn:
+    whether one more has begun. committed: steps of folders named as checkpoints. told: steps in checkpoints.jsonl.
+    hidden: names of folders being written or deleted beside the checkpoints; sealed: those with a manifest, and whether
+    it is complete.
     """
 
     inode: int
@@ -343,7 +347,7 @@ class Disk:
 
     @property
     def resumes(self) -> list[int]:
-        """Steps that it went on from."""
+        """Steps from which it was resumed."""
         return [resume["step"] for resume in self.info.get("resumes", [])]
 
     @classmethod
@@ -368,7 +372,7 @@ class Disk:
         )
 
     def phase(self, before: Disk) -> str:
-        """Name the phase in which a kill left this behind, as a row of the page."""
+        """Name the phase of a kill that leaves this state, as a row of the page."""
         for name in self.hidden - before.hidden:
             if name.endswith(".old"):
                 return "deleting"
@@ -391,7 +395,7 @@ class DataLife(Life):
         self.place, self._ground = folder / "data", ground
 
     def words(self) -> list[str]:
-        """Prepare, or go on with it."""
+        """Prepare, or continue a preparation."""
         return prepare_words(self.module, self._ground, self.place, 1 + self.seed % 2)
 
     def look(self, ended: Ended) -> Iterator[str]:
@@ -418,7 +422,7 @@ BEGUN = ".report.html.*"
 
 
 class ReportLife(Life):
-    """A report of a finished run, in whose place an older one lies."""
+    """A report of a finished run that replaces an older one."""
 
     kind = "reporting"
 
@@ -455,7 +459,7 @@ def _trained(record: Line) -> Line:
 
 
 def _unequal(ours: State, theirs: State) -> Iterator[str]:
-    """Yield names of tensors and scalars that differ in a bit, or are in one alone."""
+    """Yield names of tensors and scalars that differ in a bit, or exist in only one of the two."""
     kinds = [{"params": state.params, **state.optimizer, "scalars": state.scalars} for state in (ours, theirs)]
     for kind in sorted(kinds[0].keys() | kinds[1].keys()):
         one, other = (state.get(kind, {}) for state in kinds)
@@ -478,7 +482,7 @@ def _verifies(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return all files by their path in the folder, but for the lock."""
+    """Return all files except the lock, by their path in the folder."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 

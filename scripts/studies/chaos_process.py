@@ -1,4 +1,4 @@
-"""A process of scripts/studies/chaos.py: started, killed at a moment, its own processes searched for afterwards."""
+"""Start a process of scripts/studies/chaos.py, kill it at a moment, and search for its child processes afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from lockstep.scripts.studies.killed_at import VARIABLE, Moment
 from lockstep.scripts.studies.repository import ROOT
 
-# Seconds after which a process hangs, and in which all that is left of it must end: torchrun kills after 30.
+# Seconds after which a process counts as hung, and in which its remaining processes must end: torchrun kills after 30.
 HANGS, LINGERS = 300.0, 25.0
-# `lockstep` as it is, and as one can say when it is to be killed.
+# `lockstep`, and its variant that can be killed at a given operation.
 PLAIN, MODULE = "lockstep", "lockstep.scripts.studies.killed_at"
 
 
@@ -26,8 +26,8 @@ PLAIN, MODULE = "lockstep", "lockstep.scripts.studies.killed_at"
 class Ended:
     """The end of a process.
 
-    operation: at which it was killed; None if it ended by itself. seconds_to_end: from the kill until no process of it
-    was left. left: processes that were still there after `LINGERS`, or that hung.
+    operation: at which it was killed; None if it ended by itself. seconds_to_end: from the kill until its last process
+    ended. left: processes that remained after `LINGERS`, or that hung.
     """
 
     code: int
@@ -52,14 +52,14 @@ def run_to_end(words: list[str], folder: Path) -> Ended:
 
 
 def start(words: list[str], folder: Path, moment: Moment | None, delay: float = 0.0, victim: int = 0) -> Ended:
-    """Start a process, kill it `delay` seconds after the moment, and wait until all of it is gone.
+    """Start a process, kill it `delay` seconds after the moment, and wait until all its processes have ended.
 
     victim: the rank that is killed. Its output stays in `folder`.
     """
     pipe = folder / "told"
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
-    # Open for writing as well: a pipe without writers would always be readable.
+    # Open for writing too, because a pipe without writers is always readable.
     told = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     environment = moment.environment() if moment else dict(os.environ)
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -78,7 +78,7 @@ def _see_through(
 ) -> Ended:
     operation, target, hung = None, 0, time.monotonic() + HANGS
     while process.poll() is None and time.monotonic() < hung:
-        # Found before it is needed: looking for it takes longer than what is to be hit.
+        # Found in advance: the search takes longer than the operation to hit.
         if victim and not target:
             target = _rank(moment, victim)
         if select.select([told], [], [], 0.05)[0]:
@@ -99,13 +99,13 @@ def _see_through(
     taken = time.monotonic() - killed
     code = process.wait()
     if operation is not None and code == 0:
-        operation = None  # it had ended before the signal came
+        operation = None  # it ended before the signal
     said = (folder / "stderr.txt").read_text(errors="replace")[-2000:]
     return Ended(code, operation, taken, left, said)
 
 
 def _processes(moment: Moment | None, first: subprocess.Popen[bytes]) -> list[int]:
-    """Return the process, and all that carry the moment in their environment."""
+    """Return the process and all processes with the moment in their environment."""
     found = [first.pid] if first.poll() is None else []
     if moment is None:
         return found
@@ -117,7 +117,7 @@ def _processes(moment: Moment | None, first: subprocess.Popen[bytes]) -> list[in
 
 
 def _rank(moment: Moment | None, rank: int) -> int:
-    """Return the process of a rank of torchrun's; 0 if there is none yet."""
+    """Return the process of one of torchrun's ranks; 0 if there is none yet."""
     if moment is None:
         return 0
     mine = f"RANK={rank}".encode()
@@ -129,7 +129,7 @@ def _rank(moment: Moment | None, rank: int) -> int:
 
 
 def _told(moment: Moment) -> bytes:
-    """Return the environment of this start's processes alone."""
+    """Return the environment entry that only processes of this start have."""
     return f"{VARIABLE}={json.dumps({'folder': moment.folder, 'told': moment.told})[:-1]}".encode()
 
 

@@ -1,11 +1,11 @@
-"""Measure how far clean logits are from their twins': those of a cache, and the largest single one of a forward pass.
+"""Measure how far clean logits are from their twins': logits from a cache, and the largest error of a forward pass.
 
     python -m lockstep.scripts.studies.clean_logits                  64 shapes of each policy: some minutes each
     python -m lockstep.scripts.studies.clean_logits bf16 --draws 8
 
 Every draw is a clean torch session of a random shape (scripts/studies/clean_runs.py), at its initial weights and after
-training. Sampling's and top-1's bounds follow from the extremes of all draws but the last quarter, which is held out:
-core/parity/judge/cached_logits.py and evaluation.py say them.
+training. The bounds of sampling and top-1 in core/parity/judge/cached_logits.py and evaluation.py follow from the
+extremes of the first three quarters of the draws; the last quarter is held out.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ TRAINED = (0, 8, 40)
 class Clean:
     """A check of a clean session.
 
-    sampled, numbers: by place, excess of the logits that sampling makes there, and about how many independent errors
-    they carry. furthest: largest error of a forward pass's logits / that of the twin's, floored as a norm's, over so
-    many `tokens`.
+    sampled, numbers: by place, the excess of the logits that sampling computes there, and their approximate number of
+    independent errors. furthest: largest error of a forward pass's logits / the twin's largest error, floored as a
+    norm's, over `tokens` tokens.
     """
 
     policy: str
@@ -66,7 +66,7 @@ class Clean:
 
 
 def checks(policy: str, draw: int) -> Iterator[Clean]:
-    """Compare the logits of one shape with its reference's, at weights that were trained for more and more steps."""
+    """Compare the logits of one shape with its reference's, at weights after more and more training steps."""
     config = draw_config(draw, f"{policy}/eager")
     reference = open_reference(config)
     rng = np.random.default_rng([draw, 5])
@@ -82,7 +82,7 @@ def checks(policy: str, draw: int) -> Iterator[Clean]:
 def check(
     session: TorchSession, config: RunConfig, reference: Reference, micro: Batch, policy: str, draw: int
 ) -> Clean:
-    """Compare one micro-batch's logits, and those that sampling makes in its first sequence."""
+    """Compare one micro-batch's logits, and the logits that sampling computes in its first sequence."""
     (made,) = passes(reference, session.state(), micro, [LOGITS])
     twin, truth = made.twin.astype(np.float64), made.truth
     shown = session.observe(micro, [LOGITS])[LOGITS]
@@ -99,7 +99,7 @@ def check(
 
 
 def told(rows: list[Clean]) -> str:
-    """Return the extremes of a policy's rows in a line: of those that set the bounds, and of those held out."""
+    """Return the extremes of a policy's rows in a line, for the rows that set the bounds and for the held-out rows."""
     draws = sorted({row.draw for row in rows})
     first = set(draws[: math.ceil(len(draws) * 3 / 4)])
     parts = [extremes("set", [row for row in rows if row.draw in first])]
@@ -125,11 +125,11 @@ class CleanLogits:
     """Measure the policies that are named, or all."""
 
     policies: Annotated[tuple[str, ...], tyro.conf.Positional] = POLICIES
-    """precision policies that sample in themselves"""
+    """precision policies that sample in their own precision"""
     draws: int = 64
-    """random shapes of each"""
+    """number of random shapes of each policy"""
     samples: Path | None = None
-    """a file that keeps each check; a draw that is there is not run again"""
+    """file of the checks; a draw that the file has is not run again"""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Clean runs of random models: what calibration measures and what the search for false alarms judges.
+"""Clean runs of random models, for the calibration and for the search for false alarms.
 
-A draw is a model shape, a batch shape and an optimizer, all functions of a seed; data are bytes of the running Python's
-standard library. Each run is checked at its initial weights and after some training.
+A draw is a model shape, a batch shape and an optimizer, all functions of a seed. The data are bytes of the running
+Python's standard library. Each run is checked at its initial weights and after some training.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
-# `adamw8bit_bnb`: that of bitsandbytes, which must be installed.
+# `adamw8bit_bnb` needs bitsandbytes.
 Optimizer = Literal["adamw", "adamw8bit", "adamw8bit_bnb", "muon"]
 
 
@@ -65,9 +65,9 @@ def draw_config(
     """Draw a random run of a recipe (`policy/eager` or `policy/compiled`); the shapes depend on the seed alone.
 
     One to four layers, 24 to 256 hidden, one to all KV heads, tied or not, biases or not, sequences of 16 to 320
-    tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides.
-    optimizer: any but AdamW has rates and decay by group as well, and Muon its own settings. casts: under a random plan
-    of casts, and Lockstep's own where there is no narrower format.
+    tokens, one to four micro-batches. accumulate: whether there are several; by default the seed decides. optimizer:
+    all but AdamW also draw rates and decay by group, and Muon its own settings. casts: use a random plan of casts, or
+    Lockstep's own if there is no narrower format.
     """
     rng = np.random.default_rng([seed, 1])
     heads = int(rng.choice([2, 4, 6, 8]))
@@ -119,14 +119,16 @@ def draw_config(
     )
 
 
-# Every family with stages that no Llama has; a Mistral stands for those whose stages are Llama's and a window's.
+# All families with stages that a Llama lacks. Mistral stands for the families with a Llama's stages and a window.
 OTHER_FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral")
 
 
 def of_family(config: RunConfig, seed: int, family: str | None = None) -> RunConfig:
-    """Turn a drawn run into one of another family, by default OTHER_FAMILIES in turn; the seed draws its settings.
+    """Turn a drawn run into one of another family, by default each of OTHER_FAMILIES in turn.
 
-    Windows are shorter than the sequences, and caps of the size of the values they cap.
+    The seed draws its settings.
+
+    Windows are shorter than the sequences, and caps are about as large as the values that they cap.
     """
     rng = np.random.default_rng([seed, 6])
     family = family or OTHER_FAMILIES[seed % len(OTHER_FAMILIES)]
@@ -161,7 +163,7 @@ def draw_plan(seed: int) -> CastPlan:
 
 
 def _levers(rng: np.random.Generator, compiled: bool) -> dict[str, Section]:
-    """Draw settings that change how a step is computed and not its result: chunks, recomputation, programs."""
+    """Draw settings that change how a step is computed but not its result: chunks, recomputation, programs."""
     parts = str(rng.choice(["", "", "mlp", "norms,attention,mlp", "block"]))
     return {
         "loss": LossConfig(
@@ -194,7 +196,7 @@ def draw_batch(config: RunConfig, rng: np.random.Generator) -> Batch:
     window = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     tokens = window[:, :-1].copy()
     documents = documents_of(tokens, ord("\n")) if config.attention.needs_documents else None
-    # No text has it: a check puts it in.
+    # The text lacks this token; a check inserts it.
     plain = Batch(tokens, window[:, 1:].copy(), np.ones((rows, length), np.float32), documents, end_of_text=0)
     return uneven_weights(plain, int(rng.integers(2**31)))
 
@@ -210,10 +212,10 @@ def initial_state(config: RunConfig, seed: int) -> State:
 def clean_evidence(
     config: RunConfig, reference: Reference, seeds: list[int], checks: int, between: int
 ) -> Iterator[tuple[int, Evidence, Reference]]:
-    """Yield evidence of `checks` steps of each seed, `between` unchecked steps apart, with the reference to judge it.
+    """Yield the evidence of `checks` steps of each seed, `between` unchecked steps apart, with its reference.
 
-    One session serves all seeds: only its weights change, its programs stay compiled. Every third check is made as
-    one during training is, on a single micro-batch.
+    One session serves all seeds: only its weights change, and its programs stay compiled. Every third check is made as
+    during training, on a single micro-batch.
     """
     torch._dynamo.reset()
     with closing(TorchBackend().open(config)) as session:
@@ -224,7 +226,7 @@ def clean_evidence(
             rng = np.random.default_rng([seed, 2])
             for number in range(checks):
                 batch = draw_batch(config, rng)
-                if number % 2:  # as most runs' are
+                if number % 2:  # as in most runs
                     batch = replace(batch, weights=np.ones_like(batch.weights))
                 probe = None
                 if number % 3 == 2:

@@ -1,9 +1,9 @@
-"""Compare what `auto` chooses from on the CPU: attention kernels by sequence length, and AdamW fused or not.
+"""Compare the choices of `auto` on the CPU: attention kernels by sequence length, and AdamW fused or not.
 
 python -m lockstep.scripts.studies.cpu_auto            docs/results/cpu_auto.json and .md
 
-Contenders take the same steps in turns, in one process: a machine that slows down slows all of them. A ratio is the
-median over the rounds of one round's two times.
+Contenders run the same steps in turns in one process, so that a slow machine slows all of them. A ratio is the median
+over rounds of the ratio of a round's two times.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def ratio(common: Mapping[str, str], first: Mapping[str, str], second: Mapping[s
 
 
 def peak(common: Mapping[str, str], own: Mapping[str, str]) -> float:
-    """Return megabytes that a process of three such steps holds at most, above what it held after its imports."""
+    """Return the peak memory in MB of a process that runs three such steps, above its memory after the imports."""
     code = f"from lockstep.scripts.studies.cpu_auto import child; child({dict(common)!r}, {dict(own)!r})"
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -1,12 +1,12 @@
 """The rate of false alarms: random models, random and trained weights, thousands of checks. Resumable.
 
-    python -m lockstep.scripts.studies.false_alarms --jobs 3    run what is missing, write docs/results/false_alarms.md
-    python -m lockstep.scripts.studies.false_alarms "bf16, compiled"     that row alone
-    python -m lockstep.scripts.studies.false_alarms --page      only write the page from what has been run
+    python -m lockstep.scripts.studies.false_alarms --jobs 3    run the missing draws, write
+    docs/results/false_alarms.md python -m lockstep.scripts.studies.false_alarms "bf16, compiled"     that row alone
+    python -m lockstep.scripts.studies.false_alarms --page      only write the page from the finished draws
 
 A check is one verdict on one step. Draws of shapes are separate from those of the calibration. Each finished draw is a
-line of docs/results/false_alarms.jsonl, so that an interrupted search goes on where it stopped; lines of other bounds
-(by their digest) are not counted.
+line of docs/results/false_alarms.jsonl, so that an interrupted search continues where it stopped. Lines made with other
+bounds (by their digest) are not counted.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from lockstep.scripts.studies.clean_runs import Optimizer, clean_evidence, draw_
 RESULTS, PAGE = ROOT / "docs/results/false_alarms.jsonl", ROOT / "docs/results/false_alarms.md"
 
 
-# Draws 2000 to 2005 and 3000 to 3010 were examined while bounds were still being set; 4000 to 4029 under those before
-# the levers came.
+# Draws 2000 to 2005 and 3000 to 3010 were examined while bounds were being set, and 4000 to 4029 under the bounds
+# before the levers.
 FIRST_DRAW = 5000
 
 
@@ -57,9 +57,9 @@ FIRST_DRAW = 5000
 class Kind:
     """A kind of clean run. accumulate: whether the batch has several micro-batches; None: as drawn.
 
-    family: of models, with what the draw chooses for it. head: of a library, or Lockstep's own. casts: under a random
-    plan of casts. first_draw: those before were examined while its bounds were set. Chunks of the head, recomputation
-    and programs of blocks are drawn at random under every kind.
+    family: of models, with settings drawn for it. head: a library's, or Lockstep's own. casts: under a random plan of
+    casts. first_draw: earlier draws were examined while its bounds were set. Chunks of the head, recomputation and
+    programs of blocks are drawn at random for every kind.
     """
 
     recipe: str
@@ -191,29 +191,29 @@ SEEDS, BETWEEN = 2, 3
 
 @dataclass
 class FalseAlarms:
-    """Judge clean runs, and count those that are accused."""
+    """Judge clean runs, and count the accused ones."""
 
     labels: tyro.conf.Positional[tuple[str, ...]] = ()
     """rows of the page, for example "bf16, compiled" (none = all)"""
     jobs: int = 2
     """processes; each computes on one thread"""
     draws: int = 30
-    """shapes a recipe"""
+    """shapes per recipe"""
     checks: int = 24
-    """checks a run; there are two runs a shape"""
+    """checks per run; a shape has two runs"""
     minutes: float = 0.0
-    """stop after this time, if not 0; a later call goes on"""
+    """time limit; 0 = none. A later call continues"""
     page: bool = False
     """only write the page"""
 
 
 @cache
 def digest(label: str) -> str:
-    """Return the digest of the bounds that this kind is tried against."""
+    """Return the digest of the bounds that judge this kind."""
     config, recipe = RECIPES[label].config(0), RECIPES[label].recipe
     of_all = config.model.model_copy(update={"tied": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True})
     kinds = calibrated_bounds.all_kinds(config.model_copy(update={"model": of_all}))
-    # Other families have stages of their own, and their bounds are not tried here.
+    # Stages of other families do not occur here, so their bounds are left out.
     own = {kind.split("/")[1] for kind in kinds if "/" in kind}
     means = (kind for kind in calibrated_bounds.table()[recipe] if kind.endswith(calibrated_bounds.OVER_LAYERS))
     kinds |= {kind for kind in means if not kind.startswith("end_to_end/") or kind.split("/")[2] in own}
@@ -239,10 +239,10 @@ def digest(label: str) -> str:
 
 
 def run_draw(job: tuple[str, int, int]) -> dict[str, Any]:
-    """Return the line of one shape, from (label, draw, checks a run): checks made, and what accused each one."""
+    """Return the line of one shape, from (label, draw, checks per run): checks, and findings of accused ones."""
     config = RECIPES[job[0]].config(job[1])
     if config.train.ranks > 1 and launched() is None:
-        # Ranks are processes, and a worker of a pool may not start any.
+        # Ranks are processes, which a pool's worker may not start.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         found: dict[str, Any] = elastic_launch(launch_here(config.train.ranks), run_draw)(job)[0]
         return found
@@ -287,7 +287,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
-    """Yield draws still to be made, recipe by recipe in turns, so that an early stop leaves no recipe out."""
+    """Yield the missing draws, recipe by recipe in turns, so that an early stop leaves no recipe out."""
     done = {(line["label"], line["draw"]) for line in lines()}
     for number in range(options.draws):
         for label in options.labels or RECIPES:
@@ -297,7 +297,7 @@ def missing(options: FalseAlarms) -> Iterator[tuple[str, int, int]]:
 
 
 def upper_bound(alarms: int, checks: int) -> float:
-    """Return the rate under which so few alarms have a probability of 5 % (Poisson; 3/n when there are none)."""
+    """Return the rate at which this few alarms have a probability of 5 % (Poisson; 3/n for no alarm)."""
     low, high = 0.0, 50.0 + 2 * alarms
     for _ in range(60):
         rate = (low + high) / 2
@@ -349,7 +349,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Run what is missing, then write the page."""
+    """Run the missing draws, then write the page."""
     options = tyro.cli(FalseAlarms, description=__doc__)
     if unknown := set(options.labels) - RECIPES.keys():
         sys.exit(f"not rows: {', '.join(sorted(unknown))}; they are {'; '.join(RECIPES)}")

@@ -1,6 +1,6 @@
-"""The families through `lockstep parity`: eager and compiled, FP32 and bf16. Writes docs/results/families.md.
+"""Check the families with `lockstep parity`: eager and compiled, FP32 and bf16. Writes docs/results/families.md.
 
-python -m lockstep.scripts.studies.families            what is missing, then the page
+python -m lockstep.scripts.studies.families            the missing cells, then the page
 python -m lockstep.scripts.studies.families --page     the page alone
 python -m lockstep.scripts.studies.families --device cuda [--page]    on a GPU: families_cuda.jsonl and .md
 """
@@ -35,7 +35,7 @@ from lockstep.scripts.studies.repository import ROOT
 PAGES = {"cpu": ROOT / "docs/results/families.md", "cuda": ROOT / "docs/results/families_cuda.md"}
 CONFIG, STEPS = "configs/quickstart.toml", 2
 PROGRAMS, POLICIES = ("eager", "compiled"), ("fp32", "bf16")
-# A model of two blocks; windows and caps act on its sequences of 64 tokens and on its first scores.
+# A model of two blocks; windows and caps have an effect on its sequences of 64 tokens and on its first scores.
 SMALL = {
     "model.layers": "2",
     "model.hidden": "128",
@@ -78,7 +78,7 @@ def settings(cell: Cell, device: str) -> dict[str, str]:
 
 
 def run(cell: Cell, device: str) -> dict[str, Any]:
-    """Return one row: the check's verdict, its comparisons, what came nearest to its bound, and seconds."""
+    """Return one row: the check's verdict, its comparisons, the comparison nearest to its bound, and seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "verdict.json"
         flags = [f"--{key}={value}" for key, value in settings(cell, device).items()]
@@ -98,7 +98,7 @@ def run(cell: Cell, device: str) -> dict[str, Any]:
 
 
 def machine(device: str) -> str:
-    """Name the device, and the versions beside it."""
+    """Name the device and the versions."""
     if device == "cpu":
         name = f"{platform.machine()} {platform.system()}, CPU"
     else:
@@ -149,18 +149,18 @@ CELLS: list[Cell] = list(itertools.product(FAMILIES, PROGRAMS, POLICIES))
 
 @dataclass
 class Families:
-    """Run the cells that are missing, and write the page."""
+    """Run the missing cells, and write the page."""
 
     page: bool = False
-    """only write the page from the rows that are there"""
+    """only write the page from the finished rows"""
     jobs: int = 2
-    """cells at a time; each computes on one thread"""
+    """number of cells at a time; each computes on one thread"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the candidate computes; the reference stays on the CPU"""
+    """device of the candidate; the reference runs on the CPU"""
 
 
 def main() -> int:
-    """Run, keep every row as it comes, write the page; 0 if every cell agrees."""
+    """Run the cells, write each row at once, write the page; 0 if every cell agrees."""
     options = tyro.cli(Families)
     at = PAGES[options.device]
     lines = at.with_suffix(".jsonl")

@@ -1,14 +1,14 @@
-"""Run files and the command line fuzzed: a valid run or one clear message, never a traceback. Resumable.
+"""Fuzz run files and the command line: each case is a valid run or one clear message, never a traceback. Resumable.
 
-    python -m lockstep.scripts.studies.fuzz           run what is missing of 10,000 cases, write docs/results/fuzz.md
-    python -m lockstep.scripts.studies.fuzz --page    only write the page from what has been run
+    python -m lockstep.scripts.studies.fuzz           run the missing ones of 10,000 cases, write docs/results/fuzz.md
+    python -m lockstep.scripts.studies.fuzz --page    only write the page from the finished chunks
 
-For root no file is unreadable: `setpriv --bounding-set=-dac_override,-dac_read_search python -m
-lockstep.scripts.studies.fuzz`.
+Root can read every file, so run it without that capability: `setpriv --bounding-set=-dac_override,-dac_read_search
+python -m lockstep.scripts.studies.fuzz`.
 
-Cases come in chunks; each has a seed of its own and is a line of docs/results/fuzz.jsonl, so that a search that was
-interrupted goes on where it stopped. Lines of other code (by a digest of the schema and of the cases) are not counted.
-Ends 1 if a case came to what none may come to.
+Cases come in chunks; each has a seed of its own and is a line of docs/results/fuzz.jsonl, so that an interrupted search
+continues where it stopped. Lines of other code (by a digest of the schema and of the cases) are not counted. Ends 1 if
+a case had a forbidden outcome.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import tyro
 from lockstep.core.config.file import settings
 from lockstep.core.files.jsonl import JsonLines, read_lines
 
-# pyproject.toml allows this study to import tests: the cases that it draws are the ones that the tests draw.
+# pyproject.toml allows this study to import tests: it draws the same cases as the tests.
 from lockstep.parity_tests.cli.fuzz import cases
 from lockstep.parity_tests.cli.fuzz.judge import OUTCOMES, judge
 from lockstep.parity_tests.cli.fuzz.sandbox import Sandbox
@@ -48,10 +48,10 @@ LIBRARIES = ("hypothesis", "tyro", "pydantic", "torch")
 
 @dataclass
 class Fuzz:
-    """Run what is missing, then write the page."""
+    """Run the missing cases, then write the page."""
 
     cases: int = 10_000
-    """cases in all"""
+    """total number of cases"""
     page: bool = False
     """run nothing"""
 
@@ -61,13 +61,13 @@ def digest() -> str:
     folder = Path(cases.__file__).parent
     code = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     schema = repr([(key, field.annotation, field.metadata) for key, field in settings().items()])
-    # Where a validator lies in memory is another every time.
+    # The memory address of a validator changes in each process.
     schema = re.sub(r" at 0x[0-9a-f]+", "", schema)
     return hashlib.sha256(code + schema.encode()).hexdigest()[:16]
 
 
 def run_chunk(sandbox: Sandbox, seed: int) -> dict[str, Any]:
-    """Draw a chunk's cases, run and judge each; the line that stands for them."""
+    """Draw a chunk's cases, run and judge each; return the chunk's line."""
     found: Counter[tuple[str, str]] = Counter()
     wrong: list[dict[str, Any]] = []
     lines: set[str] = set()
@@ -99,7 +99,7 @@ def run_chunk(sandbox: Sandbox, seed: int) -> dict[str, Any]:
 
 
 def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the code as it is."""
+    """Return the lines made by the present code."""
     now = digest()
     return [line for line in lines if line["digest"] == now]
 
@@ -203,7 +203,7 @@ def main() -> int:
     done = counted(read_lines(RESULTS))
     missing = sorted(set(range((options.cases + CHUNK - 1) // CHUNK)) - {line["seed"] for line in done})
     if missing and not options.page:
-        # A case that takes all memory is to fail, not to take this machine along.
+        # A case that takes all memory must fail without exhausting the machine's memory.
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
         results = JsonLines(RESULTS)
         with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:

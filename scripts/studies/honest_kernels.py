@@ -1,4 +1,4 @@
-"""The honesty of torch's own kernels: each beside a plain function, by `assert_honest`, forward and backward.
+"""Compare torch's own kernels with plain functions by `assert_honest`, forward and backward.
 
     python -m lockstep.scripts.studies.honest_kernels                  docs/results/honest_kernels.jsonl and .md
     python -m lockstep.scripts.studies.honest_kernels --device cuda    the lines of a GPU, beside the CPU's
@@ -39,12 +39,12 @@ PICTURES = 256
 BACKENDS = (
     SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
 )  # fmt: skip
-# Kernels that torch compiles, by the function that they are compiled from.
+# Compiled kernels, by the function from which torch compiles them.
 COMPILED = "compiled"
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return x in FP32, or as it is where it is wider."""
+    """Return x in FP32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -86,7 +86,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """Select rows by a product with one-hot rows, whose gradient is a product as well."""
+    """Select rows by a product with one-hot rows; its gradient is a product too."""
     return (F.one_hot(ids, len(table)).to(widened(table).dtype) @ widened(table)).to(table.dtype)
 
 
@@ -120,7 +120,7 @@ def by(backend: SDPBackend) -> Callable[..., Tensor]:
     """Return torch's attention to the past by one of its kernels."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # FP64 is the truth's dtype, which no fused kernel has.
+        # FP64 is the truth's dtype, and no fused kernel supports it.
         with nullcontext() if q.dtype == torch.float64 else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -129,7 +129,7 @@ def by(backend: SDPBackend) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of torch's, a plain one of the same meaning, and its inputs. devices: where it is there."""
+    """A function of torch's, an equivalent plain function, and its inputs. devices: where the function exists."""
 
     name: str
     mine: Callable[..., Any]
@@ -174,7 +174,7 @@ def kernels() -> Iterator[Kernel]:
     for backend in BACKENDS:
         there = ("cpu", "cuda") if backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION) else ("cuda",)
         word = backend.name.removesuffix("_ATTENTION").lower()
-        # On CUDA, flash and cuDNN take no FP32.
+        # On CUDA, flash and cuDNN do not support FP32.
         dtypes = DTYPES if word in ("math", "efficient") else DTYPES[:2]
         for plain, told in ((attention, "one rounding"), (attention_in_steps, "probabilities rounded")):
             yield Kernel(f"SDPA, {word}, beside {told}", by(backend), plain, _heads, there, dtypes)
@@ -203,7 +203,7 @@ def judge(kernel: Kernel, dtype: str, device: str) -> dict[str, Any]:
 
 
 def by_name(one: Judged) -> dict[str, float]:
-    """Return what was measured on one output or gradient."""
+    """Return the measures of one output or gradient."""
     return {} if one.measured is None else {m.name: round(m.value, 4) for m in one.measured.measures}
 
 
@@ -257,15 +257,15 @@ class HonestKernels:
     """Judge the kernels on a device, keep the lines of the others, and write the page."""
 
     page: bool = False
-    """only write the page from the lines that there are"""
+    """only write the page from the finished lines"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the kernels run"""
+    """device of the kernels"""
     minutes: float | None = None
-    """no kernel begins later; what is left is done by the next call"""
+    """time after which no kernel is started; the next call runs the rest"""
 
 
 def main() -> int:
-    """Run what is missing, and write the page."""
+    """Run the missing kernels, and write the page."""
     options, begun = tyro.cli(HonestKernels), time.monotonic()
     lines = read_lines(LINES) if LINES.exists() else []
     if not options.page:

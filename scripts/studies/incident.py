@@ -1,4 +1,4 @@
-"""The incident of docs/results/incident.md at CPU size: suspects planted one by one, and their effect on a loss curve.
+"""Reproduce the incident of docs/results/incident.md at CPU size: plant each suspect, and measure its loss curve.
 
     python -m lockstep.scripts.studies.incident train    every run, about a minute each on one core → runs.json
     python -m lockstep.scripts.studies.incident checks   `lockstep parity` of each suspect → checks.json
@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 from lockstep.scripts.studies.repository import ROOT
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# One reference for all suspects: compiled once, found again by the next.
+# One reference for all suspects: compiled once, then cached for the next.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache/jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
@@ -57,8 +57,8 @@ FOLDER, PAGE = ROOT / "docs/results/incident", ROOT / "docs/results/incident.md"
 ONSET, EVERY = 500, 10
 PEAK_LR = 3e-3
 VOCAB = 256
-# The signature, in nats: a training loss that no model of text reaches, and how far above the honest run the
-# recomputed loss stands.
+# The signature, in nats: a training loss that no model of text reaches, and a recomputed loss this far above the honest
+# run's.
 PLUMMETED, RISEN = 1e-2, 1.0
 
 Curves = Mapping[str, Sequence[Any]]
@@ -68,7 +68,7 @@ Curves = Mapping[str, Sequence[Any]]
 class Run:
     """A training run. key: in runs.json. title: of its panel. suspect: its class in suspects.py.
 
-    The empty suspect is the honest trainer. lr: the peak learning rate as a multiple of the others'. steps: in the run.
+    The empty suspect is the honest trainer. lr: the peak learning rate as a multiple of the others'. steps: of the run.
     """
 
     key: str
@@ -78,7 +78,7 @@ class Run:
     steps: int = 1000
 
     def backend(self) -> TorchBackend:
-        """Return the trainer, at fault from the first step that its class names."""
+        """Return the trainer, which is wrong from the first step that its class names."""
         return getattr(suspects(), self.suspect)() if self.suspect else TorchBackend()
 
 
@@ -107,7 +107,7 @@ BY_KEY = {run.key: run for run in RUNS}
 
 @cache
 def suspects() -> Any:
-    """Load docs/results/incident/suspects.py, a file for `--candidate` that belongs to no package."""
+    """Load docs/results/incident/suspects.py, a file for `--candidate` outside any package."""
     found = importlib.util.spec_from_file_location("incident_suspects", FOLDER / "suspects.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -161,7 +161,7 @@ def largest_logit(session: TorchSession, batch: Batch) -> float:
 def train(run: Run, onset: int = ONSET, every: int = EVERY) -> dict[str, Any]:
     """Train one suspect. Lists by measured step, each value from the weights before that step's update.
 
-    onset: the last step in which a suspect that is wrong from a step on is honest.
+    onset: the last honest step of a suspect that becomes wrong later.
     reported: the training loss that the trainer prints. fp32: cross-entropy of the step's fresh batch, recomputed in
     FP32 by an honest model with the same weights. own: the same recomputed as the article's metric was: with the
     trainer's own model and the batch that its loop holds, outside autocast and outside the captured program.
@@ -228,7 +228,7 @@ def summed_in_bf16() -> dict[str, float]:
 
 
 def moved_in_bf16() -> dict[str, float]:
-    """Return offset of all logits → loss of a uniform guess over 256 tokens (5.545), every operation in bf16."""
+    """Map an offset of all logits to the loss of a uniform guess over 256 tokens (5.545), every operation in bf16."""
     target = torch.zeros(1, 1, dtype=torch.long)
     offsets = (0, 128, 256, 512, 1024, 2048)
     return {f"{x}": float(suspects().bf16_nll(torch.full((1, 1, VOCAB), float(x)), target)) for x in offsets}
@@ -256,12 +256,12 @@ def first_disagreement(run: Run, steps: int = 10) -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """Read a JSON file of this page. Raises UserError if it was not made yet."""
+    """Read a JSON file of this page. Raises UserError if it does not exist yet."""
     path = FOLDER / f"{name}.json"
     if not path.exists():
         made_by = {"runs": "train", "checks": "checks"}[name]
         raise UserError(
-            f"{path.relative_to(ROOT)} is not there; make it with: python -m lockstep.scripts.studies.incident "
+            f"{path.relative_to(ROOT)} does not exist; make it with: python -m lockstep.scripts.studies.incident "
             f"{made_by}"
         )
     found: dict[str, Any] = json.loads(path.read_text())
@@ -309,7 +309,7 @@ def figure(runs: Mapping[str, Any]) -> str:
 
 
 def panel(run: Run, curves: Curves, honest: float) -> str:
-    """Draw axes, curves and heading of one run; its frame is heavy where the signature appeared."""
+    """Draw axes, curves and heading of one run; its frame is heavy if the signature appeared."""
     steps = curves["step"]
 
     def across(step: float) -> float:
@@ -369,7 +369,7 @@ def loss(value: float) -> str:
 
 
 def largest_difference(curves: Curves) -> float:
-    """Return the largest difference of reported and recomputed loss, relative to the latter."""
+    """Return the largest difference between reported and recomputed loss, relative to the recomputed one."""
     reported, fp32 = (np.array(curves[name], np.float64) for name in ("reported", "fp32"))
     return float(np.max(np.abs(reported - fp32) / fp32))
 
@@ -379,15 +379,15 @@ class Incident:
     """Make the runs, the checks or the page of docs/results/incident.md."""
 
     what: Annotated[Literal["train", "checks", "page"], tyro.conf.Positional]
-    """train: every run; checks: the engine's verdict on each suspect; page: figure and text from both"""
+    """train: run all trainings; checks: judge each suspect; page: write figure and text from both"""
     only: tuple[str, ...] = ()
-    """keys of the runs to make again; the others are kept"""
+    """keys of the runs to repeat; the others are kept"""
     jobs: int = 2
-    """processes that train at a time, one thread each"""
+    """number of training processes at a time, one thread each"""
 
 
 def make_runs(only: Sequence[str], jobs: int) -> None:
-    """Train, and keep what is not trained again."""
+    """Train the chosen runs, and keep the others."""
     done: dict[str, Any] = read("runs") if only else {}
     keys = list(only) or [run.key for run in RUNS]
     done["about"] = about()

@@ -1,8 +1,8 @@
-"""`lockstep`, which reports when a certain file operation is due, so that scripts/studies/chaos.py can kill it there.
+"""`lockstep`, reporting when a given file operation is due, so that scripts/studies/chaos.py can kill it there.
 
     LOCKSTEP_MOMENT='{…}' python -m lockstep.scripts.studies.killed_at train …
 
-Python reports every file operation before it is made (audit events, PEP 578); nothing of Lockstep is replaced.
+Python reports every file operation before it is made (audit events, PEP 578); no part of Lockstep is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERBS = {
     "os.remove": "remove",
     "os.rmdir": "rmdir",
 }
-# Before and after each call of a thread that is to be slow, in seconds.
+# Delay in seconds before and after each call of a slowed thread.
 PAUSE = 1e-4
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -35,10 +35,10 @@ class Moment:
     """The moment of a kill: an operation of rank 0 under `folder`.
 
     Operations are `VERB PATH`, with paths below the folder: `write`, `read`, `rename FROM TO`, `mkdir`, `remove`,
-    `rmdir`. start: an expression; counting begins at its `times`-th match. further: so many operations after that one.
-    at_once: the process kills itself before the operation; else it goes on, to be killed from outside. slowly: what
-    follows in that thread takes its time, so that a kill falls within a file's writing as well as between two files'.
-    told: a named pipe, which gets a line of JSON: `operation`, `pid`.
+    `rmdir`. start: an expression; counting begins at its `times`-th match. further: number of operations after that
+    match. at_once: the process kills itself before the operation; else it continues and is killed from outside. slowly:
+    that thread is slowed from there on, so that a kill can also fall within the writing of a file. told: a named pipe
+    that gets a line of JSON: `operation`, `pid`.
     """
 
     folder: str
@@ -55,7 +55,7 @@ class Moment:
 
 
 def watch(moment: Moment) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return an audit hook that reports the moment, and ends the process there if that is wanted."""
+    """Return an audit hook that reports the moment and, with `at_once`, ends the process there."""
     pipe = os.open(moment.told, os.O_WRONLY)
     start, matched, after = re.compile(moment.start), 0, -1
 
@@ -99,7 +99,7 @@ def _in_words(event: str, arguments: tuple[Any, ...], folder: str) -> str | None
 
 
 def main() -> None:
-    """Run the command, watched if the environment names a moment."""
+    """Run the command, with the hook if the environment names a moment."""
     text = os.environ.get(VARIABLE)
     if text is not None and os.environ.get("RANK", "0") == "0":
         sys.addaudithook(watch(Moment(**json.loads(text))))

@@ -1,4 +1,4 @@
-"""The chunked head at a vocabulary of 131,072: memory by tokens and chunk, and how exact it is. Writes a page.
+"""Measure the chunked head at a vocabulary of 131,072: memory by tokens and chunk, and its errors. Writes a page.
 
 python -m lockstep.scripts.studies.large_vocabulary            docs/results/large_vocabulary.md
 """
@@ -22,7 +22,7 @@ from lockstep.torch_backend.precision import POLICIES, head
 
 PAGE = ROOT / "docs/results/large_vocabulary.md"
 VOCABULARY, WIDTH, CHUNK = 131_072, 128, 128
-# Unit roundoff of FP32: what a number that is right but for its last rounding is off by at most.
+# Unit roundoff of FP32: the largest relative error of a correctly rounded number.
 ROUNDOFF = 2.0**-24
 
 
@@ -32,7 +32,7 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = torch.randn(1, tokens, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
     targets = torch.randint(VOCABULARY, (1, tokens), generator=generator)
-    # One token in four is confident: its target's logit stands far above the rest.
+    # One token in four is confident: its target's logit is far above the others.
     x[:, ::4] += 6 * weight[targets[:, ::4]] / weight[targets[:, ::4]].norm(dim=-1, keepdim=True)
     weights = 0.5 + 0.5 * (torch.arange(tokens) % 2)[None].float()
     return x.requires_grad_(), weight.requires_grad_(), targets, weights, weights.double().sum()
@@ -54,7 +54,7 @@ def run(how: str, tokens: int, policy: str, chunk: int) -> tuple[Tensor, Tensor,
 def peak(how: str, tokens: int, chunk: int) -> dict[str, float]:
     """Return peak resident bytes of forward and backward pass in a process of its own, above those of its inputs."""
     code = f"from lockstep.scripts.studies.large_vocabulary import child; child({how!r}, {tokens}, {chunk})"
-    # Freed tensors go back to the system at once: what is measured is what is in use, not what glibc keeps for later.
+    # Freed tensors go back to the system at once, so that the memory in use is measured, not glibc's cache.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -74,7 +74,7 @@ def errors(tokens: int) -> dict[str, float]:
     """Compare the chunked head in FP32 with FP64: largest error of an NLL in roundoffs, relative error of the rest."""
     loss, nll, grad_x, grad_weight = run("chunked", tokens, "fp32", CHUNK)
     x, weight, targets, weights, total = (t.detach().double() if t.is_floating_point() else t for t in inputs(tokens))
-    # In FP64 from the logits that FP32 has: what the head adds is the loss's own arithmetic.
+    # FP64 from the same FP32 logits, so that the difference is only the arithmetic of the loss.
     logits = (x[0].float() @ weight.float().T).double()
     exact = logits.logsumexp(-1) - logits.gather(-1, targets[0, :, None])[:, 0]
     softmax = logits.softmax(-1)

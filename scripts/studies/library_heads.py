@@ -1,9 +1,9 @@
-"""Loss heads beside each other: how far each is from FP64, and from the twin that mirrors its casts. Writes a page.
+"""Compare loss heads: the distance of each from FP64, and from the twin that mirrors its casts. Writes a page.
 
     python -m lockstep.scripts.studies.library_heads                      docs/results/library_heads.md
     TRITON_INTERPRET=1 python -m lockstep.scripts.studies.library_heads   Liger's head too, by Triton's interpreter
 
-Needs torch 2.13 for torch's head, and liger-kernel and triton for Liger's; what is not there is said.
+Needs torch 2.13 for torch's head, and liger-kernel and triton for Liger's; a missing head is named in the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from lockstep.torch_backend.precision import POLICIES, head
 
 PAGE = ROOT / "docs/results/library_heads.md"
 TOKENS, VOCABULARY, WIDTH = 2048, 4096, 128
-# Head, chunk, policy. Triton's interpreter cuts bf16 off where a GPU rounds: Liger's head is examined in FP16.
+# Head, chunk, policy. Liger's head is examined in FP16, because Triton's interpreter truncates to bf16 and a GPU
+# rounds.
 HEADS = (
     ("full", TOKENS, "bf16"),
     ("chunked", 256, "bf16"),
@@ -84,7 +85,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = torch.randn(1, TOKENS, WIDTH, generator=generator)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator) * WIDTH**-0.5
     targets = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
-    # One token in four is confident: its target's logit stands far above the rest.
+    # One token in four is confident: its target's logit is far above the others.
     x[:, ::4] += 8 * weight[targets[:, ::4]] / weight[targets[:, ::4]].norm(dim=-1, keepdim=True)
     weights = torch.ones(1, TOKENS)
     return x.requires_grad_(), weight.requires_grad_(), targets, weights, weights.double().sum()
@@ -147,7 +148,7 @@ def row(how: str, chunk: int, policy: str, truth: Result) -> str:
 
 
 def of(package: str) -> str:
-    """Return a package and its version, or nothing where it is not installed."""
+    """Return a package and its version, or an empty string if it is not installed."""
     try:
         return f", {package} {version(package)}"
     except PackageNotFoundError:

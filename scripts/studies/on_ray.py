@@ -1,4 +1,4 @@
-"""A preparation on a Ray of this machine, in a process of its own, as a script that a test or a study starts.
+"""A preparation on Ray on this machine, in a process of its own, which a test or a study starts.
 
 `python -m lockstep.scripts.studies.on_ray SETTINGS` with a JSON object: out, source, workers, kill (numbers of
 reports of progress at which a worker dies), engine ("local" for processes), and settings of `prepare`. The last line
@@ -25,17 +25,17 @@ from lockstep.core.errors import UserError
 
 
 def workers_at_work(root: int) -> list[int]:
-    """Return the process ids of Ray's workers below the process `root` that are computing a part."""
+    """Return the process ids of Ray's workers below the process `root` that are working on a part."""
     return [process for process in below(root) if title(process).startswith("ray::_compute")]
 
 
 def kill_one(root: int, number: int) -> int:
-    """Kill the worker that is `number`-th among those at work, in the midst of its part; return its process id."""
+    """Kill the `number`-th busy worker during its part; return its process id."""
     while True:
         at_work = workers_at_work(root)
         if at_work:
             process = at_work[number % len(at_work)]
-            # A stopped process does not end its part between its last test and its death.
+            # A stopped process cannot finish its part between the last test and the kill.
             os.kill(process, signal.SIGSTOP)
             if title(process).startswith("ray::_compute"):
                 os.kill(process, signal.SIGKILL)
@@ -50,7 +50,7 @@ def main(arguments: dict[str, Any]) -> dict[str, Any]:
     local = arguments.pop("engine", "ray") == "local"
     reports, start = 0, 0.0
     kills: list[Future[int]] = []
-    # Beside the driver, which gives out the next parts meanwhile.
+    # In a thread, while the driver hands out the next parts.
     pool = ThreadPoolExecutor(1)
 
     def on_progress(progress: Progress) -> None:
@@ -92,7 +92,7 @@ def below(root: int) -> Iterator[int]:
 
 
 def title(process: int) -> str:
-    """Return a process's command line, as it stands in /proc; empty if there is no such process."""
+    """Return a process's command line from /proc; empty if there is no such process."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text(errors="replace")
     except OSError:

@@ -1,12 +1,11 @@
 """`watch(operations=True)` on planted faults beside torch's DebugMode, on clean runs, and its cost.
 
     python -m lockstep.scripts.studies.operations            docs/results/operations.jsonl and .md
-    python -m lockstep.scripts.studies.operations --page     the page alone, from the lines that there are
+    python -m lockstep.scripts.studies.operations --page     the page alone, from the finished lines
     python -m lockstep.scripts.studies.operations --device cuda    on a GPU: operations_cuda.jsonl and .md
 
-A fault is a kernel of torch's that is replaced, in all layers, or a module's forward that is replaced.
-Beside each kernel stands another one that is right, in FP64 and rounded once: a check that cannot tell it from the
-wrong one finds differences, not faults.
+A fault replaces a kernel of torch in all layers, or a module's forward. A second, correct kernel, in FP64 and rounded
+once, stands beside each: a check that cannot tell it from the wrong one finds differences, not faults.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def watched(
     during: AbstractContextManager[Any],
     device: str,
 ) -> lockstep.Watcher:
-    """Train a step a batch, each checked."""
+    """Train one step per batch, each checked."""
     model = (model.bfloat16() if trains == "bf16 weights" else model).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     watcher = lockstep.watch(
@@ -159,7 +158,7 @@ def watched(
     return watcher
 
 
-# A fault that is no kernel: what is done to the model, and around the step.
+# A fault that is not a kernel: a change of the model, or a context around the step.
 PATCHES: dict[str, tuple[str, Callable[..., Any] | None]] = {
     "missing bias, forward replaced": ("transformer.h.1.mlp.c_fc", without_bias),
     "epsilon, forward replaced": ("transformer.h.1.ln_2", other_epsilon),
@@ -169,7 +168,7 @@ PATCHES: dict[str, tuple[str, Callable[..., Any] | None]] = {
 
 
 def planted(fault: str, device: str) -> tuple[nn.Module, AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a model, and the contexts in which it is wrong and otherwise right."""
+    """Return a model, and the contexts in which it is wrong, and correct by another kernel."""
     torch.manual_seed(0)
     model = gpt2()
     if fault in KERNELS:
@@ -182,7 +181,7 @@ def planted(fault: str, device: str) -> tuple[nn.Module, AbstractContextManager[
 
 
 def faults(device: str) -> Iterator[Row]:
-    """Yield each fault under each precision: what `watch` names with and without operations, and DebugMode shows."""
+    """Yield each fault under each precision: the findings of `watch` with and without operations, and of DebugMode."""
     for trains in ("fp32", "autocast"):
         for fault in (*KERNELS, *PATCHES):
             row: Row = {"study": "fault", "fault": fault, "trains": trains}
@@ -207,10 +206,10 @@ def faults(device: str) -> Iterator[Row]:
 
 
 def debug_mode(fault: str, trains: str, device: str) -> Row:
-    """Compare hashes of a clean run with those of a wrong one, and of one by another right kernel."""
+    """Compare hashes of a clean run with those of a wrong run, and of a run by another correct kernel."""
 
     def logs(model: nn.Module, during: AbstractContextManager[Any]) -> list[Any]:
-        # norm and XOR, as its own page has it for bits.
+        # norm and XOR, as DebugMode's documentation uses them for bits.
         hashes = DebugMode.log_tensor_hashes(hash_fn=["norm", "hash_tensor"])
         with during, DebugMode(record_nn_module=True) as mode, hashes:
             with torch.autocast(device, torch.bfloat16, enabled=trains == "autocast"):
@@ -238,7 +237,7 @@ def debug_mode(fault: str, trains: str, device: str) -> Row:
 
 
 def clean(device: str) -> Iterator[Row]:
-    """Yield clean runs, with what is accused."""
+    """Yield clean runs with their accusations."""
     for name, make in MODELS.items():
         for trains in TRAINS:
             torch.manual_seed(1)
@@ -266,7 +265,7 @@ COSTS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {
 
 
 def cost(device: str) -> Iterator[Row]:
-    """Yield seconds of the first check, which compiles, of the last, and of a step beside it."""
+    """Yield the seconds of the first check, which compiles, of the last check, and of an unchecked step."""
     for name, (make, rows, length, vocab) in COSTS.items():
         for trains in ("fp32", "autocast"):
             torch.manual_seed(1)
@@ -403,16 +402,16 @@ def _cell(text: str) -> str:
 
 @dataclass
 class Operations:
-    """Run all, or put the page together from the lines that there are."""
+    """Run all rows, or write the page from the finished lines."""
 
     page: bool = False
-    """only write the page from the lines that there are"""
+    """only write the page from the finished lines"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the models train"""
+    """device of the models"""
 
 
 def main() -> None:
-    """Write a line for every row as it comes, then the page."""
+    """Write a line after every row, then the page."""
     import jax
     import transformers
 

@@ -1,10 +1,10 @@
 """A pairwise design of runs over all levers, each through `lockstep parity`. Writes parity_matrix.md.
 
-    python -m lockstep.scripts.studies.parity_matrix            what is missing, then the page
+    python -m lockstep.scripts.studies.parity_matrix            the missing cells, then the page
     python -m lockstep.scripts.studies.parity_matrix --page     the page alone
 
-A design in which every pair of values of two levers meets in some run, found greedily (Cohen et al. 1997, The AETG
-system): interactions of two levers are what the published stories are about, and all combinations would take days.
+In the design every pair of values of two levers meets in some run. It is found greedily (Cohen et al. 1997, The AETG
+system). Published bugs are interactions of two levers, and all combinations would take days.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ LEVERS: dict[str, tuple[str, ...]] = {
     "ranks": ("1", "2, DDP", "2, FSDP"),
     "optimizer": ("adamw", "adamw8bit", "muon"),
 }
-# The plan that the third value of `casts` names, in the format of the operands.
+# The plan of the third value of `casts`, in the format of the operands.
 RESIDUAL = "residual={0}, norm={0}, rope=after rotation, act=after product"
-# A model of two blocks in which every lever has something to do: several chunks, 8-bit blocks of 256 numbers also on
-# each of two ranks.
+# A model of two blocks in which every lever has an effect: several chunks, and 8-bit blocks of 256 numbers on each of
+# two ranks too.
 SMALL = {
     "model.layers": "2",
     "model.hidden": "128",
@@ -65,7 +65,7 @@ def pairs(cell: Sequence[str]) -> set[tuple[int, str, int, str]]:
 
 
 def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
-    """Choose cells in which every pair of values of two levers meets: each time the one that brings most new pairs."""
+    """Choose cells until every pair of values of two levers meets; each time take the cell with the most new pairs."""
     every = [cell for cell in itertools.product(*levers.values()) if is_allowed(cell, tuple(levers))]
     missing = set().union(*map(pairs, every))
     found: list[Cell] = []
@@ -73,7 +73,7 @@ def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
         best = max(every, key=lambda cell: len(pairs(cell) & missing))
         found.append(best)
         missing -= pairs(best)
-    for cell in list(found):  # later ones may have brought all that an early one did
+    for cell in list(found):  # later cells may cover all pairs of an early one
         others = [other for other in found if other != cell]
         if pairs(cell) <= set().union(*map(pairs, others)):
             found = others
@@ -81,7 +81,7 @@ def design(levers: Mapping[str, Sequence[str]]) -> list[Cell]:
 
 
 def is_allowed(cell: Cell, levers: Sequence[str]) -> bool:
-    """Return whether a configuration may have these values together.
+    """Return whether a configuration may combine these values.
 
     FP32 has no narrower format to round to, and a library's head has casts of its own.
     """
@@ -96,7 +96,7 @@ def settings(cell: Cell) -> dict[str, str]:
     ranks, _, strategy = of["ranks"].partition(", ")
     size = int(SMALL["train.batch_size"]) // int(of["micro-batches"]) // int(ranks)
     of_ranks = {"train.ranks": ranks} | ({"parallel.strategy": strategy.lower()} if strategy else {})
-    # Weights that are gathered block by block are compiled so.
+    # Weights that are gathered block by block are compiled block by block.
     scope = {"compile.scope": "blocks" if strategy == "FSDP" else "model"}
     return (
         SMALL
@@ -117,7 +117,7 @@ def settings(cell: Cell) -> dict[str, str]:
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    """Run one cell through the command line: verdict, comparisons, what came nearest to its bound, and the time."""
+    """Run one cell by the command line: verdict, comparisons, the comparison nearest to its bound, and the time."""
     file = ROWS.with_name(f"parity_matrix_{os.getpid()}.json")
     flags = [f"--{key.replace('_', '-')}={text}" for key, text in settings(cell).items()]
     command = [
@@ -145,7 +145,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def nearness(stage: Mapping[str, Any]) -> float:
-    """Return how far the distance of a comparison has come towards its bound: 1 is at it."""
+    """Return the distance of a comparison as a share of its bound."""
     return max((m["value"] / m["high"] for m in stage["measures"] if m["name"] == "twin_distance"), default=0.0)
 
 
@@ -181,16 +181,16 @@ def page(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> str:
 
 @dataclass
 class Matrix:
-    """Run the cells that are missing, and write the page."""
+    """Run the missing cells, and write the page."""
 
     page: bool = False
-    """only write the page from the rows that are there"""
+    """only write the page from the finished rows"""
     jobs: int = 2
-    """cells at a time; each computes on one thread a rank"""
+    """number of cells at a time; each computes on one thread per rank"""
 
 
 def main() -> int:
-    """Run, keep every row as it comes, write the page; 0 if every cell agrees."""
+    """Run the cells, write each row at once, write the page; 0 if every cell agrees."""
     options = tyro.cli(Matrix)
     cells = design(LEVERS)
     rows: list[dict[str, Any]] = json.loads(ROWS.read_text()) if ROWS.exists() else []

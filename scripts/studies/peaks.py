@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 SAMPLE_SECONDS = 0.5
-# Between samples pass at least this many times the seconds that one takes: one of 20 GB takes 0.2 s.
+# The time between samples is at least this multiple of a sample's own time: a sample of 20 GB takes 0.2 s.
 APART = 9
 
 
 def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)) -> dict[str, Any]:
-    """Run a command of a checkout; its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
+    """Run a command of a checkout; return its seconds, its CPU seconds and the peak of its processes' PSS in bytes.
 
-    `own`: the peak of its own process. `ranks`: of each rank's processes, where it starts ranks. Its temporary files
-    lie in `folder`. Raises RuntimeError if it ends with anything but one of `ends`.
+    `own`: the peak of its own process. `ranks`: the peak of each rank's processes, if it starts ranks. Its temporary
+    files are in `folder`. Raises RuntimeError if its exit code is not one of `ends`.
     """
     log, peak, own, started = folder / "log.txt", 0, 0, time.monotonic()
     of_ranks: dict[int, int] = {}
@@ -48,7 +48,7 @@ def lockstep(root: Path, folder: Path, *words: str, ends: Collection[int] = (0,)
 
 
 def tree(root: int) -> list[int]:
-    """Return a process and all that it has started."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -71,7 +71,7 @@ def pss(process: int) -> int:
 
 
 def rank_of(process: int) -> int | None:
-    """Return the rank that torchrun gave a process, or the one that started it; None if there is none."""
+    """Return the rank that torchrun gave a process or its parent; None if there is none."""
     try:
         environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Measure what `lockstep plan` estimates, on the CPU, and write its tables: docs/results/plan_cpu.md and others.
+"""Measure the memory that `lockstep plan` estimates, on the CPU, and write its tables (docs/results/plan_cpu.md, …).
 
 Run it as `python -m lockstep.scripts.studies.plan_check`.
 
@@ -45,11 +45,11 @@ BASE = {
     "optim.warmup_steps": "0",
     "loss.chunk": "128",
     "log.norms_every": "0",
-    # As on CUDA; on the CPU `auto` is `math` for sequences so short.
+    # As on CUDA; on the CPU `auto` is `math` for sequences this short.
     "attention.kernel": "flash",
 }
 POLICIES = ("", "embedding", "norms", "attention", "mlp", "attention,mlp", "block")
-# A small vocabulary: the peak is in the blocks, not in the head.
+# A small vocabulary, so that the peak is in the blocks, not in the head.
 BLOCKS = {"loss.head": "chunked", "model.vocab_size": "300", "train.sequence_length": "256"}
 WRITTEN_OUT = {"loss.head": "chunked", "model.vocab_size": "300", "attention.kernel": "math"}
 EAGER, COMPILED = {"compile.enabled": "false"}, {"compile.enabled": "true"}
@@ -72,7 +72,7 @@ OTHERS = (
 
 
 def grid() -> Iterator[dict[str, str]]:
-    """Yield the settings of every case over BASE: policy × head × precision, and others, eager and compiled."""
+    """Yield the changes of every case to BASE: policy × head × precision, and others, eager and compiled."""
     for program in (EAGER, COMPILED):
         for precision in ("bf16", "fp32"):
             for shape in ({"loss.head": "full"}, {"loss.head": "chunked"}, BLOCKS):
@@ -97,8 +97,8 @@ def in_words(settings: dict[str, str]) -> str:
 def main() -> int:
     """Measure every case; the table goes to docs/results/plan_cpu.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose words contain this; the page is not written")
-    parser.add_argument("--estimates", action="store_true", help="measure nothing; write the tables of estimates")
+    parser.add_argument("--only", default="", help="run only cases whose words contain this; the page is not written")
+    parser.add_argument("--estimates", action="store_true", help="measure nothing; write only the tables of estimates")
     options = parser.parse_args()
     only = options.only
     if options.estimates:
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def estimates() -> dict[str, str]:
-    """Return the sections of PAGES for which nothing is measured."""
+    """Return the sections of PAGES that have estimates alone."""
     config = load_config(ROOT / "configs/llama-1b.toml")
     return {
         "savings": markdown(words.SAVED, words.saving_rows(config)),

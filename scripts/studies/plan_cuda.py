@@ -3,8 +3,8 @@
 python -m lockstep.scripts.studies.plan_cuda            the page, from docs/results/plan_cuda.jsonl
 
 The allocator's peaks were recorded on a machine without a GPU, under a stand-in for CUDA's runtime, driver and cuBLAS
-that launches nothing: torch's own allocator, dispatcher and Inductor decide what is allocated, and nothing is computed.
-A row is run with configs/llama-1b.toml and its settings, for two steps; the later one has the peak.
+that launches nothing. The allocations are those of torch's own allocator, dispatcher and Inductor; nothing is computed.
+A row is two steps of configs/llama-1b.toml with its settings; the second step has the peak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.core.plan.memory import memory
 from lockstep.scripts.studies.repository import ROOT
 
 RUN, ROWS = ROOT / "configs/llama-1b.toml", ROOT / "docs/results/plan_cuda.jsonl"
-# Settings that every row has.
+# Settings of every row.
 COMMON = {"device", "train.curriculum", "log.norms_every"}
 
 

@@ -1,7 +1,7 @@
 """Measure a preparation over Ray on this machine: seconds by the number of workers, and kills.
 
     python -m lockstep.scripts.studies.prepare_ray                  measures all; writes docs/results/prepare_ray.json
-    python -m lockstep.scripts.studies.prepare_ray --rows kills     of it a part; earlier rows stay
+    python -m lockstep.scripts.studies.prepare_ray --rows kills     only some rows; earlier rows are kept
     python -m lockstep.scripts.studies.prepare_ray --page           writes docs/results/prepare_ray.md from it
 
 Text is made from Python's standard library. Half an hour on two cores.
@@ -47,10 +47,10 @@ def main(argv: list[str]) -> int:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=measures, default=list(measures))
-    parser.add_argument("--size", type=int, default=8, help="MB of text whose preparation is timed")
-    parser.add_argument("--kills", type=int, default=10, help="kills of a worker, and of the command")
+    parser.add_argument("--size", type=int, default=8, help="size in MB of the text whose preparation is timed")
+    parser.add_argument("--kills", type=int, default=10, help="number of kills of a worker, and of the command")
     parser.add_argument("--json", type=Path, default=FILE)
-    parser.add_argument("--page", action="store_true", help="measure nothing: write the page beside the JSON")
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page beside the JSON")
     options = parser.parse_args(argv)
     if options.page:
         options.json.with_suffix(".md").write_text(page(read_results(options.json, SUITE, SCHEMA)))
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     load = min(round(os.getloadavg()[0]), results.get("load", 1000))
     results |= {"load": load, "schema": SCHEMA, "suite": SUITE, "device": device}
     results["versions"] = {"python": platform.python_version(), **versions}
-    # A socket of Ray's lies below it, and its name is short.
+    # Ray puts a socket below it, so its name must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         os.environ["RAY_TMPDIR"] = str(Path(folder, "r"))
         for row in options.rows:

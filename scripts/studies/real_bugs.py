@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return docs/results/real_bugs.md. Raises ValueError for rows of other exhibits or versions than there are."""
+    """Return docs/results/real_bugs.md. Raises ValueError for rows of unknown exhibits or versions."""
     known, by_name = exhibits(), {row["exhibit"]: row for row in rows}
     if by_name.keys() != known.keys():
         raise ValueError(f"rows and exhibits differ: {sorted(by_name.keys() ^ known.keys())}")
@@ -111,7 +111,7 @@ def about(one: Exhibit, row: Row) -> Iterator[str]:
 
 
 def shown_by(shipped: Row, fixed: Row, other: str) -> str:
-    """Return what the loss showed, or which numbers reveal the bug."""
+    """Return the losses, or the numbers that reveal the bug."""
     if shipped["losses"]:
         first, last = (
             f"{s['losses'][at]:.4g} with the bug, {f['losses'][at]:.4g} {other}"

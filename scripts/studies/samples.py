@@ -1,4 +1,4 @@
-"""Keep the results of clean runs, by comparison, in files: bounds can be made of them again without the runs."""
+"""Keep the results of clean runs, by comparison, in files, so that bounds can be derived again without the runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.peaks import Peaks
 
 Sample = tuple[str, Distances, int]  # kind, distances, numbers
-Checks = list[list[Sample]]  # one list a check, in the order of a draw's checks
+Checks = list[list[Sample]]  # one list per check, in the order of a draw's checks
 
 
 def kept(path: Path | None, make: Callable[[], Checks]) -> Checks:
-    """Return the samples in a file; make them, and write it, if there is none. None keeps nothing."""
+    """Return the samples in a file; without the file, make and write them. A path of None keeps nothing."""
     if path is not None and path.exists():
         return [[_sample(row) for row in check] for check in json.loads(path.read_text())]
     made = make()

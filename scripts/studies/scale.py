@@ -1,17 +1,19 @@
-"""The cost of a check as the model grows: memory and time against layers, width, vocabulary and tokens. Resumable.
+"""Measure the cost of a check against the model's size: memory and time by layers, width, vocabulary and tokens.
 
-    python -m lockstep.scripts.studies.scale                    run what is missing, then write docs/results/scale.md
+Resumable.
+
+    python -m lockstep.scripts.studies.scale                    run the missing rows, then write docs/results/scale.md
     python -m lockstep.scripts.studies.scale --page             only write the page and its plot
     python -m lockstep.scripts.studies.scale --beside           the 64.5M model checked while it trains
-    python -m lockstep.scripts.studies.scale --before ../older  the 64.5M model by another checkout as well
+    python -m lockstep.scripts.studies.scale --before ../older  also the 64.5M model by another checkout
     python -m lockstep.scripts.studies.scale --llama            the 1.24B model alone, honest and with planted faults
     python -m lockstep.scripts.studies.scale --ranks            the 64.5M model over ranks, DDP and FSDP
 
 The plot needs matplotlib (`pip install "lockstep[studies]"`).
 
-Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity
---steps 1`. Peaks are of the proportional set size (PSS) of the whole tree of processes, sampled each half second, or
-as often as takes a tenth of a core; pages of files that are mapped count. Rows are lines of docs/results/scale.jsonl.
+Each row is two processes: `lockstep train` for two steps, whose peak is plain training's, and `lockstep parity --steps
+1`. Peaks are of the proportional set size (PSS) of the whole process tree, mapped files included. It is sampled each
+half second, or so often that sampling takes a tenth of a core. Rows are lines of docs/results/scale.jsonl.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ AXES = ("layers", "hidden", "vocabulary", "tokens")
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with heads of 64 numbers, a third of them for keys and values; [1, tokens] a micro-batch, two a step."""
+    """A Llama with heads of 64 numbers, a third of them key-value heads; two micro-batches of [1, tokens] a step."""
 
     layers: int = 4
     hidden: int = 384
@@ -66,7 +68,7 @@ class Size:
 
 
 BASE = Size()
-# The model of 64.5M parameters that the first figures were measured with.
+# The model of 64.5M parameters of the first figures.
 LARGE = Size(layers=6, hidden=768, vocabulary=16384)
 SWEEPS = {
     "layers": [Size(layers=n) for n in (4, 8, 16, 32)],
@@ -92,7 +94,7 @@ enabled = false
 """
 
 
-# Four micro-batches a step on however many ranks; under FSDP no rank sums whole gradients.
+# Four micro-batches a step on any number of ranks; under FSDP no rank sums whole gradients.
 OVER_RANKS = {
     f"64.5M, {words}": {"train.batch_size": "4", "train.ranks": str(ranks), "parallel.strategy": strategy, **more}
     for words, ranks, strategy, more in (
@@ -110,20 +112,20 @@ BESIDE = "64.5M, checked while it trains"
 
 @dataclass(frozen=True)
 class Scale:
-    """Choose what is measured."""
+    """Choose the rows to measure."""
 
     page: bool = False
-    """only write the page from the rows that there are"""
+    """only write the page from the finished rows"""
     llama: bool = False
     """check configs/llama-1b.toml: 24 GB of memory, 60 GB of disk, and 50 minutes for each of three checks"""
     ranks: bool = False
     """the 64.5M model over 1, 2 and 4 ranks of this machine"""
     beside: bool = False
-    """training of the 64.5M model, of whose 6 steps 4 are checked beside it"""
+    """train the 64.5M model for 6 steps, 4 of them checked by the worker beside it"""
     before: Path | None = None
-    """another checkout, by which the 64.5M model is checked too"""
+    """another checkout that checks the 64.5M model too"""
     source: Path = Path(os.__file__).parent
-    """text to train on"""
+    """folder of the training text"""
 
 
 def main() -> None:
@@ -163,7 +165,7 @@ LLAMA = {
     "train.micro-batch-size": "1",
     "train.sequence-length": "256",
     "train.curriculum": "",
-    # Eager, torchao's step of 8-bit moments alone takes two minutes of a step's two and a half.
+    # In eager mode torchao's update of 8-bit moments takes two minutes of a step's two and a half.
     "compile.enabled": "true",
     "compile.scope": "blocks",
 }
@@ -187,7 +189,10 @@ def checked_llama(what: str, folder: Path, source: Path) -> dict[str, Any]:
 
 
 def checked_beside(folder: Path, source: Path) -> dict[str, Any]:
-    """Make one row: training with checks, and training alone; memory of the trainer and of the worker apart."""
+    """Make one row: training with checks, and training alone.
+
+    The memory of trainer and worker is measured separately.
+    """
     words = prepared(folder, LARGE, ROOT, source, {"train.steps": "6", "parity.queue": "4"})
     with tempfile.TemporaryDirectory(dir=folder) as place:
         alone = lockstep(ROOT, Path(place), "train", *words, "--out", str(folder / "alone"))
@@ -205,7 +210,7 @@ def of_this_machine() -> dict[str, Any]:
 
 
 def wanted(options: Scale) -> Iterator[tuple[str, Size, Path]]:
-    """Return name, size and checkout of each row, in the order in which they are run."""
+    """Return name, size and checkout of each row, in the order of the runs."""
     yield "64.5M", LARGE, ROOT
     if options.before:
         yield "64.5M, before", LARGE, options.before.resolve()
@@ -234,7 +239,7 @@ def measured(
 
 
 def prepared(folder: Path, size: Size, root: Path, source: Path, more: Mapping[str, str]) -> list[str]:
-    """Return the words of a command for a model of this size, whose data is prepared. more: settings."""
+    """Return the words of a command for a model of this size, after preparing its data. more: settings."""
     file = folder / f"{size.vocabulary}.toml"
     file.write_text(RUN_FILE.format(folder=folder, vocabulary=size.vocabulary, source=source))
     lockstep(root, folder, "data", "prepare", str(file))
@@ -252,7 +257,7 @@ def above(row: Mapping[str, Any]) -> float:
 
 
 def along(axis: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of an axis that were measured, the smallest first."""
+    """Return the measured rows of an axis, the smallest first."""
     return [rows[named(size)] for size in SWEEPS[axis] if named(size) in rows]
 
 
@@ -283,7 +288,7 @@ def plot(rows: Mapping[str, Mapping[str, Any]]) -> None:
     figure.savefig(PLOT, dpi=100)
 
 
-# The rows are of one day. A check does more since, and the checkout that it is held against is measured with it.
+# The rows are of one day. A check does more now; the checkout for comparison is measured with it.
 SINCE = (
     "*Before* is the checkout ea75eb4, the last one whose reference was whole models and whose evidence lay in "
     "memory. The rows are of before a check judged the step itself, with its own weights, repeated it, evaluated,"

@@ -1,15 +1,16 @@
-"""The smallest error that one check of one step finds, stage by stage. Writes docs/results/smallest_effect.md.
+"""Measure the smallest error that one check of one step finds, stage by stage. Writes docs/results/smallest_effect.md.
 
 python -m lockstep.scripts.studies.smallest_effect [RECIPE…]
 
-One honest step of the quickstart model after some training is gathered and judged. Then every local comparison is made
-again with an error planted in the candidate's tensor alone, and the error is shrunk until the check no longer sees it:
+One honest step of the quickstart model after some training is recorded and judged. Then every local comparison is
+repeated with an error planted only in the candidate's tensor, and the error is shrunk until the check no longer finds
+it:
 
-scale:    the whole tensor times 1 + δ. element: one element, of the size of the tensor's rms, off by δ of itself. Both
-          are rounded to bf16 where the tensor was.
-bf16:     the tensor rounded to bf16: found or not, and by how much its worst measure passes its bound.
+scale:    the whole tensor times 1 + δ. element: one element, as large as the tensor's rms, times 1 + δ. Both are
+rounded to bf16 if the tensor was. bf16:     the tensor rounded to bf16: found or not, and by how much its worst measure
+passes its bound.
 
-Scale and element stand twice: by norms of the whole tensor alone, and with what those hide as well
+Scale and element have two columns each: by norms of the whole tensor alone, and with the bounds on elements too
 (core/parity/measures/peak_bounds.py).
 """
 
@@ -104,7 +105,7 @@ def comparisons(recipe: str) -> list[Comparison]:
 
 
 def strain(c: np.ndarray, one: Comparison, recipe: str) -> float:
-    """Return the worst measure over its bound, with `c` in the candidate's place; above 1 is found."""
+    """Return the worst measure / its bound with `c` as the candidate's tensor; above 1 the error is found."""
     _, w, t = one.sides
     d = distances(c, w, t, np.float32)
     return max(m.strain for m in calibrated_bounds.measures(recipe, one.kind, d, one.size))
@@ -112,7 +113,7 @@ def strain(c: np.ndarray, one: Comparison, recipe: str) -> float:
 
 @contextmanager
 def of_norms_alone() -> Iterator[None]:
-    """Remove, while the block runs, the bounds on what norms of a whole tensor hide."""
+    """Remove the bounds on elements, rows, columns and bits while the block runs."""
     measured = calibrated_bounds.table
     plain = {r: {k: replace(e, sharp=None) for k, e in kinds.items()} for r, kinds in measured().items()}
     calibrated_bounds.table = lambda: plain  # type: ignore[assignment]
@@ -135,18 +136,18 @@ def smallest(one: Comparison, recipe: str, plant: Callable[[np.ndarray, float], 
 
 
 def in_its_format(x: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Cast `x` to the dtype of `c`, rounded to bf16 where `c` is: a fault before the rounding, not after it."""
+    """Cast `x` to the dtype of `c`, rounded to bf16 if `c` is, so that the fault lies before the rounding."""
     made = x.astype(c.dtype)
     return rounded(made) if is_rounded(c) else made
 
 
 def is_rounded(c: np.ndarray) -> bool:
-    """Return whether bf16 holds all of it."""
+    """Return whether all its values are bf16 numbers."""
     return np.array_equal(rounded(c), c)
 
 
 def before_rounding(c: np.ndarray) -> np.ndarray:
-    """Draw numbers that round to `c`: anywhere within half an ulp of bf16, where `c` is rounded to that."""
+    """Draw numbers that round to `c`, uniformly within half an ulp of bf16 if `c` is rounded to bf16."""
     wide = c.astype(np.float64)
     if not is_rounded(c):
         return wide

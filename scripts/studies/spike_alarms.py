@@ -1,6 +1,6 @@
-"""The rate at which clean loss curves raise the alarm of a loss spike: every step of the runs that are named.
+"""Count false alarms of loss spikes over all steps of clean runs.
 
-python -m lockstep.scripts.studies.spike_alarms RUN…            one line a run, then the sum at 4, 5 and 6 sigma
+python -m lockstep.scripts.studies.spike_alarms RUN…            one line per run, then the sum at 4, 5 and 6 sigma
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIGMAS = (4.0, 5.0, 6.0)
 
 
 def alarms(losses: list[tuple[int, float]], sigma: float) -> list[int]:
-    """Return the steps that are spikes at `sigma` sigma."""
+    """Return the steps whose loss is a spike at `sigma` sigma."""
     detector = SpikeDetector(sigma)
     return [step for step, loss in losses if detector.look(step, loss)]
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         print(
             f"{name}: {len(losses)} steps; " + "; ".join(f"{s:g} sigma: {steps or 'none'}" for s, steps in each.items())
         )
-    print(f"{looked} steps looked at; " + ", ".join(f"{n} beyond {sigma:g} sigma" for sigma, n in found.items()))
+    print(f"{looked} steps examined; " + ", ".join(f"{n} beyond {sigma:g} sigma" for sigma, n in found.items()))
     return 0
 
 

@@ -1,15 +1,16 @@
-"""Measure what the start of a run takes, and `lockstep data prepare`: docs/results/start.md.
+"""Measure the start of a run, and `lockstep data prepare`: docs/results/start.md.
 
     python -m lockstep.scripts.studies.start --before CHECKOUT     # from the command to its first record
     python -m lockstep.scripts.studies.start --page docs/results/start.md
 
-CHECKOUT is a clone at the commit to compare with; its data and environment are this one's. Both are started in turns,
-each time with a new run folder: cold, with empty caches of torch.compile and JAX, and warm, with those of the start
-before. Preparing is measured beside plain `tokenizers` on the same files, also in turns.
+CHECKOUT is a clone at the commit to compare with; it uses this checkout's data and environment. Both are started in
+turns, each time with a new run folder: cold, with empty caches of torch.compile and JAX, and warm, with the caches of
+the start before. Preparing is measured beside plain `tokenizers` on the same files, also in turns.
 
 The JSON: {"schema", "suite", "device", "versions", "commits": {"before", "now"}, "rows": [{"program", "caches", "runs":
 {"before": [RUN], "now": [RUN]}}], "prepare": {"bytes", "ours": [{PART: seconds}], "plain": {WAY: [seconds]}}}. A RUN
-has "phases", seconds by name that add up to the whole, "cpu", seconds of the trainer's process, "loss" and "grad_norm".
+has "phases" (seconds by name, whose sum is the total), "cpu" (seconds of the trainer's process), "loss" and
+"grad_norm".
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from lockstep.scripts.studies.start_marks import PHASES
 SCHEMA, SUITE = 1, "start"
 CONFIG = "configs/quickstart.toml"
 PROGRAMS = {"compiled": [], "eager": ["--compile.enabled", "false"]}
-# Cold before warm: the warm starts find what the last cold one left.
+# Cold before warm: the warm starts use the caches of the last cold start.
 CACHES = "cold", "warm"
 LIMIT = 900.0
 SIDES = "before", "now"
-# Ways to call plain `tokenizers`, with its threads on all cores: documents a call, and the method.
+# Ways to call plain `tokenizers`, with its threads on all cores: documents per call, and the method.
 PLAIN = {
     "encode_batch, 64 documents a call": (64, "encode_batch"),
     "encode_batch, all documents in a call": (1 << 30, "encode_batch"),
@@ -54,13 +55,15 @@ PLAIN = {
 def main(argv: list[str]) -> int:
     """Measure rows, or write the page."""
     parser = argparse.ArgumentParser(description="Measure the time of a run's start.")
-    parser.add_argument("rows", nargs="*", help="PROGRAM-CACHES, or prepare (default: all)")
+    parser.add_argument("rows", nargs="*", help="rows to measure: PROGRAM-CACHES, or prepare (default: all)")
     parser.add_argument("--before", type=Path, help="a clone at the commit to compare with")
-    parser.add_argument("--runs", type=int, default=5, help="of each, in turns")
-    parser.add_argument("--cold", type=int, default=2, help="the same of cold starts, which take longer")
-    parser.add_argument("--caches", type=Path, help="folder of caches that stay, for another call (default: none stay)")
+    parser.add_argument("--runs", type=int, default=5, help="number of starts of each checkout, in turns")
+    parser.add_argument("--cold", type=int, default=2, help="number of cold starts, which take longer")
+    parser.add_argument(
+        "--caches", type=Path, help="folder that keeps the caches for another call (default: none are kept)"
+    )
     parser.add_argument("--json", type=Path, default=Path("start.json"))
-    parser.add_argument("--page", type=Path, help="measure nothing: write the page and its picture")
+    parser.add_argument("--page", type=Path, help="measure nothing; write the page and its picture")
     options = parser.parse_args(argv)
     if options.page:
         results = read_results(options.json, SUITE, SCHEMA)
@@ -109,7 +112,7 @@ def _about(checkouts: dict[str, Path]) -> dict[str, Any]:
 def _row(
     program: str, caches: str, count: int, checkouts: dict[str, Path], kept_in: Path, out: Path
 ) -> dict[str, list[Any]]:
-    """Start each checkout `count` times, in turns; a warm row begins with a start of each that does not count."""
+    """Start each checkout `count` times, in turns; a warm row begins with an uncounted start of each."""
     runs: dict[str, list[Any]] = {side: [] for side in SIDES}
     for number in range(count + (caches == "warm")):
         for side in SIDES:
@@ -181,7 +184,7 @@ def _call(expression: str) -> Any:
 
 
 def ours(folder: str) -> dict[str, float]:
-    """Prepare the standard library into a folder; seconds of each part, which add up to the whole."""
+    """Prepare the standard library into a folder; return the seconds of each part, whose sum is the total."""
     from lockstep.core.data import prepare as module
 
     parts: dict[str, float] = {}
@@ -192,7 +195,7 @@ def ours(folder: str) -> dict[str, float]:
         def call(*given: Any, **named: Any) -> Any:
             begun = time.perf_counter()
             found = true(*given, **named)
-            # A generator's time is that of whoever goes through it.
+            # A generator's time counts for the code that iterates over it.
             found = list(found) if name in ("sample_training_text", "encode_shards") else found
             parts[part] = parts.get(part, 0.0) + time.perf_counter() - begun
             return found

@@ -1,7 +1,8 @@
-"""Run `lockstep train` until its first record, and write how long each phase of the start took.
+"""Run `lockstep train` until its first record, and write the seconds of each phase of the start.
 
-scripts/studies/start.py runs this file by its path, also with an older checkout's Lockstep: it names nothing that is
-new. Arguments: the file to write, the time at which the process was started (`time.monotonic`), then those of `train`.
+scripts/studies/start.py runs this file by its path, also with an older checkout's Lockstep, so it uses only names that
+an older version has. Arguments: the file to write, the start time of the process (`time.monotonic`), then those of
+`train`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# In order. A phase ends where its mark is set, so that they add up to the whole.
+# In order. A phase ends at its mark, so that their sum is the total.
 PHASES = (
     "Python, command line, settings",
     "data opened and verified",
@@ -28,7 +29,7 @@ PHASES = (
 
 
 def main(out: Path, started: float, arguments: list[str]) -> None:
-    """Patch marks into the command, and run it; ends this process group at the first record."""
+    """Patch marks into the command, run it, and end this process group at the first record."""
     from lockstep.scripts import cli
     from lockstep.scripts.commands import train
 
@@ -60,7 +61,7 @@ def main(out: Path, started: float, arguments: list[str]) -> None:
         setattr(owner, name, call)
 
     def inside() -> None:
-        # `_train` imports these at its own beginning; the session is there by now.
+        # `_train` imports these when it begins; the session is open by then.
         from lockstep.core.parity.modes.shadow import Shadow
         from lockstep.core.sinks.jsonl import JsonlSink
         from lockstep.torch_backend.session import TorchSession

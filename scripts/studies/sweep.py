@@ -1,6 +1,8 @@
-"""Sweeps of a small model, unharmed, killed, pruned, on Ray and with a planted fault. Writes docs/results/sweep.md.
+"""Run sweeps of a small model: undisturbed, killed, pruned, on Ray and with a planted fault.
 
-python -m lockstep.scripts.studies.sweep            what is missing, then the page
+Writes docs/results/sweep.md.
+
+python -m lockstep.scripts.studies.sweep            the missing sweeps, then the page
 python -m lockstep.scripts.studies.sweep --page-only  the page alone
 python -m lockstep.scripts.studies.sweep --pictures   pages of the sweeps in `folder`, in a headless Chromium
 """
@@ -40,9 +42,9 @@ COMMON = (
     *("--log.memory-every", "0", "--log.attention-logits-every", "0", "--log.spike-sigma", "0", "--threads", "1"),
 )
 MEDIAN = ("--pruner", "median")
-# The planted backend's file without the folders of the machine that made the page.
+# The path of the planted backend's file, without the folders of the machine that made the page.
 _SHORT_PATHS = r"document.body.innerHTML = document.body.innerHTML.replace(/[^ >]*\/(parity_tests\/)/g, '$1')"
-# By picture: the sweep whose page it shows, the id of the section at its top, and its height.
+# By picture: the sweep whose page it shows, the id of the top section, and its height.
 PICTURES = {"sweep.png": ("fault", "", 1750), "sweep_widths.png": ("widths", "widths", 560)}
 FOUND = (
     "The first run of `killed` found a race, which is mended: where the sweep was killed while a trial's process was "
@@ -52,7 +54,7 @@ FOUND = (
 
 @dataclass(frozen=True)
 class Part:
-    """A sweep of the study. words: after the run file. kills: trials that are killed, and then the sweep itself."""
+    """A sweep of the study. words: after the run file. kills: the trials to kill, before the sweep itself is killed."""
 
     name: str
     words: tuple[str, ...]
@@ -87,12 +89,12 @@ def _folder_of(part: Part) -> str:
 
 
 def _make(part: Part, workspace: Path, seed: int = 0) -> dict[str, Any]:
-    """Run a sweep to its end; the processes of some trials, and then its own, are killed on the way."""
+    """Run a sweep to its end; the processes of some trials, and then its own process, are killed before that."""
     out = Path("sweeps") / _folder_of(part)
     words = ["sweep", "tiny.toml", *part.words, *COMMON, "--out", str(out)]
     begin, killed = time.perf_counter(), []
     draw = random.Random(seed)
-    # No trial is pruned before step 20, so each of them comes as far as this.
+    # No trial is pruned before step 20, so every trial reaches this step.
     most = 18 if "--pruner" in words else 45
     process = _start(words, workspace)
     for trial in sorted(draw.sample(range(2, 10), part.kills)):
@@ -124,7 +126,7 @@ def _start(words: Sequence[str], workspace: Path) -> subprocess.Popen[bytes]:
 
 
 def _kill_trial(sweep: subprocess.Popen[bytes], run: Path, step: int) -> bool:
-    """Kill the process of a trial (SIGKILL) once it has recorded so many steps; False if the sweep ended before."""
+    """Kill the process of a trial (SIGKILL) after it has recorded `steps` steps; False if the sweep ended before."""
     records = run / "records.jsonl"
     while sweep.poll() is None:
         if records.exists() and records.read_bytes().count(b"\n") >= step:
@@ -146,7 +148,7 @@ def _processes(name: str) -> Iterator[int]:
 
 
 def take_pictures(folder: Path) -> None:
-    """Write pictures of the sweeps' pages into docs/results. Raises SystemExit where a page's console complains."""
+    """Write pictures of the sweeps' pages into docs/results. Raises SystemExit if a page's console has messages."""
     with open_browser() as browser:
         browser.theme("light")
         for name, (part, section, height) in PICTURES.items():
@@ -289,7 +291,7 @@ def _widths(one: Mapping[str, Any]) -> str:
 
 
 def main(page_only: bool = False, pictures: bool = False, folder: Path = Path("sweep_study")) -> None:
-    """Make the sweeps that the results lack, in `folder`, then write the page; or take pictures of what is there."""
+    """Run the missing sweeps in `folder`, then write the page; or take pictures of the existing sweeps."""
     if pictures:
         take_pictures(folder.resolve())
         return

@@ -1,9 +1,9 @@
-"""Train two run files for some steps, the first with several seeds, and say whether their loss curves agree.
+"""Train two run files for some steps, the first with several seeds, and report whether their loss curves agree.
 
 python -m lockstep.scripts.studies.two_curves best_bf16.toml best_fp8.toml --steps 256 --seeds 3 --json curves.json
 
-Runs that are in the JSON are not run again: with --minutes it ends in time, and the next call goes on. Ends 0 if the
-curves agree within the seed-to-seed spread, 1 if not, 2 if it could not say (yet).
+Runs in the JSON are not repeated: with --minutes it stops in time, and the next call continues. Ends 0 if the curves
+agree within the seed-to-seed spread, 1 if not, 2 if runs are still missing.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class TwoCurves:
     second: PATHS = None
     """run file, trained with seed 0"""
     steps: int = 256
-    """of each run"""
+    """number of steps of each run"""
     seeds: int = 3
-    """of weights and of the order of samples"""
+    """number of seeds of the weights and of the order of samples"""
     minutes: float = 0.0
-    """begin no run that would end later; 0 = no limit"""
+    """time limit: start no run that would end after it; 0 = no limit"""
     json: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("curves.json")
-    """where curves are kept"""
+    """file of the curves"""
 
 
 def main(argv: list[str]) -> int:
-    """Train what is not there yet, compare."""
+    """Train the missing runs, and compare."""
     from lockstep.core.bench.curves import compare, in_words
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically
@@ -55,11 +55,9 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     options, given = parse(TwoCurves, "two_curves", argv, with_settings=True, shown=_bears_on_it)
     if options.first is None or options.second is None:
-        raise UserError(
-            "command line: two run files are needed: python -m lockstep.scripts.studies.two_curves FIRST SECOND"
-        )
+        raise UserError("command line: name two run files: python -m lockstep.scripts.studies.two_curves FIRST SECOND")
     if options.steps < 1 or options.seeds < 3:
-        raise UserError("command line: at least one step, and three seeds for a spread, are needed")
+        raise UserError("command line: steps must be at least 1, and seeds at least 3 for a spread")
     if not (math.isfinite(options.minutes) and options.minutes >= 0):
         raise UserError(f"command line: minutes = {options.minutes}: must be a number of at least 0")
     check_file("json", options.json)
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> int:
         if key not in kept:
             began = time.monotonic()
             if options.minutes and began - started + longest > 60 * options.minutes:
-                raise UserError(f"the time is up before {which} with seed {seed}; the next call goes on")
+                raise UserError(f"time limit reached before {which} with seed {seed}; repeat the command to continue")
             kept[key] = train(config, options.steps)
             longest = max(longest, time.monotonic() - began)
             write_atomically(options.json, [(json.dumps(kept, indent=1) + "\n").encode()])

@@ -1,4 +1,4 @@
-"""Measure how a GPU's matrix units sum: products against FP64 sums of the same rounded operands. Some seconds.
+"""Measure the sums of a GPU's matrix units: products against FP64 sums of the same rounded operands. Some seconds.
 
     python -m lockstep.scripts.studies.unit_sums           measures; writes docs/results/unit_sums.json and .md
     python -m lockstep.scripts.studies.unit_sums --page    the page alone
@@ -34,8 +34,8 @@ CASES = (*SMALL, (2048, 8192, 32768), (8192, 2048, 8192), (4096, 2048, 2048))
 class Product:
     """A way to make operands of a format and multiply them.
 
-    operands: FP32 → the operands. product: (x, y, dtype of the result) → x · yᵀ. accumulator: the law that the sums
-    keep, or None where they round to the nearest. rounded: the format in which a layer's output is kept.
+    operands: FP32 → the operands. product: (x, y, dtype of the result) → x · yᵀ. accumulator: the error law of the
+    sums, or None if they round to nearest. rounded: the format of a layer's output.
     """
 
     operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -62,7 +62,7 @@ def _fp8(left: torch.dtype, fast: bool) -> Product:
         return found
 
     def operands(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # Multiplied by 16, y lies among e4m3's normal numbers.
+        # Multiplied by 16, y is in the range of e4m3's normal numbers.
         return x.to(left), (16 * y).to(torch.float8_e4m3fn)
 
     return Product(operands, product, FP8_FAST if fast else FP8, torch.bfloat16)
@@ -84,7 +84,10 @@ PRODUCTS = {
 
 
 def measure(device: str, name: str, m: int, n: int, k: int, positive: bool) -> dict[str, Any]:
-    """Return the errors of one product, relative to it: norm, gain, largest element and row; other roundings' share."""
+    """Return the relative errors of one product: norm, gain, largest element and row.
+
+    And the share of other roundings.
+    """
     kind = PRODUCTS[name]
     torch.manual_seed(0)
     x, y = torch.randn(m, k, device=device), torch.randn(n, k, device=device) / k**0.5
@@ -105,9 +108,9 @@ def measure(device: str, name: str, m: int, n: int, k: int, positive: bool) -> d
 
 
 def reading(device: str) -> dict[str, float]:
-    """Return what TF32's units do to FP32 operands: the shares of products by one that are cut and rounded to nearest.
+    """Return how TF32's units read FP32 operands: the shares that are truncated and rounded to nearest.
 
-    Numbers whose cut and nearest values are one say nothing, and are left out.
+    Numbers whose truncated and nearest values are equal are left out.
     """
     torch.manual_seed(0)
     Switches("tf32", torch.device(device)).set()
@@ -121,7 +124,7 @@ def reading(device: str) -> dict[str, float]:
 
 
 def rows(device: str) -> Iterator[dict[str, Any]]:
-    """Measure every case in every format; the small ones with |x| in the place of x too."""
+    """Measure every case in every format, and the small ones also with |x| instead of x."""
     for m, n, k in CASES:
         for positive in (False, True) if (m, n, k) in SMALL else (False,):
             for name in PRODUCTS:
@@ -184,7 +187,7 @@ def main(arguments: Arguments) -> None:
     """Measure on the GPU, and write the page beside the file. Raises SystemExit without a GPU."""
     if not arguments.page:
         if not torch.cuda.is_available():
-            raise SystemExit("torch sees no CUDA device here; --page writes the page of what was measured")
+            raise SystemExit("torch finds no CUDA device; --page writes the page from the recorded measurements")
         found = {
             "device": device_facts(),
             "versions": versions(),

@@ -1,11 +1,11 @@
-"""The rate at which `watch` accuses a clean trainer: foreign trainers × families × precisions. Resumable.
+"""Measure how often `watch` accuses a clean trainer: foreign trainers × families × precisions. Resumable.
 
-    python -m lockstep.scripts.studies.watch_alarms            run what is missing, write docs/results/watch_alarms.md
+    python -m lockstep.scripts.studies.watch_alarms            run the missing cells, write docs/results/watch_alarms.md
     python -m lockstep.scripts.studies.watch_alarms --device cuda   on a GPU: watch_alarms_cuda.jsonl
-    python -m lockstep.scripts.studies.watch_alarms --page     only write the page from what has been run
+    python -m lockstep.scripts.studies.watch_alarms --page     only write the page from the finished cells
 
-A run is a few steps of a small model of transformers, from random weights, on this repository's sources as text; every
-step is checked against the model itself. Sizes, rows, clipping, accumulation and schedule are drawn from its number.
+A run is a few steps of a small model of transformers, from random weights, on this repository's sources as text. Every
+step is checked against the model itself. The run's number determines sizes, rows, clipping, accumulation and schedule.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PAGES = {"cpu": ROOT / "docs/results/watch_alarms.md", "cuda": ROOT / "docs/resu
 STEPS, VOCABULARY = 4, 257
 # Tokens of the shortest row.
 LEAST = 3
-# One gradient is too long by this share in the runs with a planted fault.
+# In runs with a planted fault one gradient is scaled by this factor.
 TOO_LONG = 1.05
-# Links without which a check shows too little to be counted.
+# A check counts only if these links were judged.
 JUDGED = {"loss", "gradients", "update"}
 PRECISIONS = ("fp32", "autocast", "bf16")
 PACKAGES = ("torch", "transformers", "accelerate", "lightning")
@@ -58,7 +58,7 @@ Cell = tuple[str, str, str, int, bool]
 
 @dataclass(frozen=True)
 class Draw:
-    """The choices that follow from the number of a run. parts: micro-batches of a step. rows: of a micro-batch."""
+    """The choices that the number of a run determines. parts: micro-batches per step. rows: per micro-batch."""
 
     number: int
     hidden: int
@@ -74,7 +74,10 @@ class Draw:
 
     @classmethod
     def of(cls, number: int, precision: str) -> Draw:
-        """Draw from a number. Weights in bf16 are not clipped: torch rounds their norm to bf16, which is accused."""
+        """Draw from a number.
+
+        Weights in bf16 are not clipped, because torch rounds their norm to bf16, which a check accuses.
+        """
         rng = random.Random(number)
         heads = rng.choice((2, 4))
         drawn = cls(
@@ -100,7 +103,7 @@ def model_of(family: str, draw: Draw) -> nn.Module:
     torch.manual_seed(draw.number)
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        # transformers has caps of scores in its eager attention alone
+        # transformers caps scores only in its eager attention
         "attn_implementation": "eager" if family == "gemma2" else draw.attention,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -141,9 +144,10 @@ def text() -> bytes:
 
 
 def rows_of(draw: Draw, count: int) -> Rows:
-    """Cut rows of text, some shorter than others: padding is masked, and no target.
+    """Cut rows of text, some shorter than others; padding is masked and not a target.
 
-    Each begins with other tokens: attention to equal ones has no gradient, and a fault in it would do nothing.
+    Each row begins with different tokens: attention over equal tokens has no gradient, so a fault in it would have no
+    effect.
     """
     rng, found = random.Random(draw.number), list[dict[str, Tensor]]()
     while len(found) < count:
@@ -180,7 +184,7 @@ def mean_loss(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def optimizer_of(model: nn.Module, draw: Draw) -> torch.optim.Optimizer:
-    """Make one of torch's optimizers, as the run's number has it."""
+    """Make the optimizer of torch that the run's number determines."""
     kinds: list[Callable[[], torch.optim.Optimizer]] = [
         lambda: torch.optim.AdamW(model.parameters(), lr=draw.rate),
         lambda: torch.optim.Adam(model.parameters(), lr=draw.rate),
@@ -191,7 +195,7 @@ def optimizer_of(model: nn.Module, draw: Draw) -> torch.optim.Optimizer:
 
 
 def loop(model: nn.Module, precision: str, draw: Draw) -> Any:
-    """Train in a loop as anybody writes it, over the tokens of a step."""
+    """Train in a plain loop whose loss is the mean over the tokens of a step."""
     optimizer = optimizer_of(model, draw)
     autocast = precision == "autocast"
     watcher = watch(
@@ -247,7 +251,7 @@ def accelerate(model: nn.Module, precision: str, draw: Draw) -> Any:
     watcher = watch_accelerate(accelerator, model, optimizer, loss=mean_loss, every=1, clip_norm=draw.clip_norm)
     for batch in loader:
         with accelerator.accumulate(model):
-            # accelerate puts autocast around the model's own call alone
+            # accelerate applies autocast only to the model's own call
             loss = mean_loss(model, batch)
             accelerator.backward(loss)
             with watcher.step(batch, loss):
@@ -297,7 +301,7 @@ FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma2")
 
 
 def plant(model: nn.Module, number: int) -> str:
-    """Make the gradient of one matrix too long. Returns its name."""
+    """Scale the gradient of one matrix; return its name."""
     matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
     name, parameter = matrices[number % len(matrices)]
     parameter.register_hook(lambda gradient: gradient * TOO_LONG)
@@ -305,7 +309,7 @@ def plant(model: nn.Module, number: int) -> str:
 
 
 def run(cell: Cell, device: str) -> dict[str, Any]:
-    """Train one cell. Returns its row: checks, comparisons, and who was accused of what."""
+    """Train one cell. Return its row: checks, comparisons and accusations."""
     torch.set_num_threads(1)
     logging.getLogger("lockstep.watch").setLevel(logging.ERROR)
     _forget()
@@ -345,9 +349,9 @@ def model_and_draw(cell: Cell, device: str) -> tuple[nn.Module, Draw]:
 
 
 def not_finite(cell: Cell, device: str, cudnn: bool = True) -> list[str]:
-    """Name the gradients of the first step that are not finite where nothing watches: an alarm over them is right.
+    """Name the gradients of the first step that are not finite without `watch`: an alarm about them is correct.
 
-    cudnn: leave torch the choice of cuDNN's attention.
+    cudnn: allow torch to choose cuDNN's attention.
     """
     model, draw = model_and_draw(cell, device)
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -363,7 +367,7 @@ def not_finite(cell: Cell, device: str, cudnn: bool = True) -> list[str]:
 
 
 def _forget() -> None:
-    """Reset accelerate's state, which otherwise keeps its first settings for the process."""
+    """Reset accelerate's state, which otherwise keeps its first settings for the whole process."""
     from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 
     AcceleratorState._reset_state(True)
@@ -371,7 +375,7 @@ def _forget() -> None:
 
 
 def nearest(checks: Sequence[Any]) -> float:
-    """Return how far the distance of any comparison came towards its bound: 1 is at it."""
+    """Return the largest distance of any comparison as a share of its bound."""
     measures = (m for check in checks for f in check.findings for m in f.measures if m.name == "twin_distance")
     return max((m.value / m.high for m in measures if m.high), default=0.0)
 
@@ -436,7 +440,7 @@ def _of_right(row: Mapping[str, Any]) -> str:
 
 
 def machine(device: str) -> str:
-    """Name the device, and where it is a GPU, the versions beside it."""
+    """Name the device and, for a GPU, the versions."""
     if device == "cpu":
         return f"{platform.machine()} {platform.system()}, CPU"
     return f"{_packages()}, one {torch.cuda.get_device_name()}"
@@ -463,22 +467,22 @@ def _packages() -> str:
 
 @dataclass
 class WatchAlarms:
-    """Run the cells that are missing, and write the page."""
+    """Run the missing cells, and write the page."""
 
     page: bool = False
-    """only write the page from the rows that are there"""
+    """only write the page from the finished rows"""
     draws: int = 10
-    """clean runs of each trainer, family and precision; one more has a fault"""
+    """number of clean runs of each trainer, family and precision; one more run has a fault"""
     jobs: int = 2
-    """runs at a time; each computes on one thread"""
+    """number of runs at a time; each computes on one thread"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the trainers train"""
+    """device of the trainers"""
     minutes: float | None = None
-    """no run begins later"""
+    """time after which no run is started"""
 
 
 def main() -> int:
-    """Run, keep every row as it comes, write the page; 0 if no clean check was accused, and every fault was."""
+    """Run the cells, write each row at once, write the page; 0 if no clean check was accused, and every fault was."""
     options, begun = tyro.cli(WatchAlarms), time.monotonic()
     results = PAGES[options.device].with_suffix(".jsonl")
     rows = read_lines(results) if results.exists() else []

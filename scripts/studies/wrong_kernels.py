@@ -1,4 +1,4 @@
-"""Kernels of torch that are wrong, and functions and modules that do something else than they declare."""
+"""Wrong kernels of torch, and functions and modules that differ from their declaration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _sum_in_fp64(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = Non
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation's kernel that is wrong, and another one that is right: in FP64, rounded once."""
+    """A wrong kernel of an operation, and a correct one in FP64, rounded once."""
 
     operation: str
     wrong: Callable[..., Any]
@@ -93,12 +93,12 @@ KERNELS = {
 
 @contextmanager
 def kernel(name: str, right: bool = False, device: str = "cpu") -> Iterator[None]:
-    """Compute every operation of a kernel's name on a device by the wrong one, or by the other right one."""
+    """Replace a kernel's operation on a device by the wrong kernel, or by the other correct one."""
     chosen = KERNELS[name]
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            # It is overridden on purpose, and torch warns once.
+            # The override is intended, and torch warns about it once.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             function = chosen.right if right else chosen.wrong
             library.impl(chosen.operation, function, device.upper(), allow_override=True)
@@ -108,7 +108,7 @@ def kernel(name: str, right: bool = False, device: str = "cpu") -> Iterator[None
 
 
 def only_in(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward on the instance, as fused kernels do that are patched in."""
+    """Replace a module's forward on the instance, as patched-in fused kernels do."""
     module.forward = forward.__get__(module)
 
 
@@ -129,7 +129,7 @@ def by_tanh(self: Any, x: Tensor) -> Tensor:
 
 @contextmanager
 def narrow_softmax() -> Iterator[None]:
-    """Replace softmax by one that goes to bf16 and back."""
+    """Replace softmax by one that rounds to bf16 and back."""
     own = F.softmax
 
     def narrow(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

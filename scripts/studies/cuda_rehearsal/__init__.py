@@ -1,1 +1,1 @@
-"""The trainer on a GPU that is not there: what torch's CUDA build does above a stand-in for CUDA (`standin/`)."""
+"""The trainer without a GPU: torch's CUDA build above a stand-in for CUDA (`standin/`)."""

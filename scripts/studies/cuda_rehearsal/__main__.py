@@ -1,11 +1,11 @@
-"""Rehearse the trainer on an H100 that is not there. Writes docs/results/cuda_rehearsal.jsonl and .md.
+"""Rehearse the trainer's H100 step without an H100. Writes docs/results/cuda_rehearsal.jsonl and .md.
 
-    python -m lockstep.scripts.studies.cuda_rehearsal --python V/bin/python            what is missing, then the page
+    python -m lockstep.scripts.studies.cuda_rehearsal --python V/bin/python            the missing cases, then the page
     python -m lockstep.scripts.studies.cuda_rehearsal --page                           the page alone
     python -m lockstep.scripts.studies.cuda_rehearsal --python V/bin/python --only "policy; head torch"
 
-V: an environment with a CUDA build of torch and the packages of pyproject.toml but JAX's; no GPU, no driver. gcc and
-nm build the stand-in in --cache. A case is one line, kept with torch's version; to run it again, delete its line.
+V: an environment with a CUDA build of torch and the packages of pyproject.toml but JAX's; no GPU, no driver. gcc and nm
+build the stand-in in --cache. A case is one line with torch's version; to run it again, delete its line.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WORKER = "lockstep.scripts.studies.cuda_rehearsal.worker"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Choose what runs.
+    """Choose the cases to run.
 
-    only: parts of the names of cases, separated by semicolons; empty = all. timeout: seconds a case.
+    only: parts of the names of cases, separated by semicolons; empty = all. timeout: seconds per case.
     """
 
     python: Path | None = None
@@ -72,7 +72,7 @@ def _run(arguments: Arguments, python: Path) -> None:
 
 
 def run_case(case: Case, python: Path, library: Path, arguments: Arguments) -> dict[str, Any]:
-    """Run one case with empty compiler caches; of several ranks, the first one's line."""
+    """Run one case with empty compiler caches; with several ranks, return the first rank's line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps(case.asked()))
@@ -95,7 +95,7 @@ def run_case(case: Case, python: Path, library: Path, arguments: Arguments) -> d
             except subprocess.TimeoutExpired:
                 return {"ran": False, "error": f"no end within {arguments.timeout} s"}
             finally:
-                # Torchrun ends its ranks.
+                # torchrun then ends its ranks.
                 process.terminate()
                 process.wait()
         if not result.exists():
@@ -106,7 +106,7 @@ def run_case(case: Case, python: Path, library: Path, arguments: Arguments) -> d
 
 
 def trimmed(line: dict[str, Any]) -> dict[str, Any]:
-    """Leave out folders of this machine, and names of kernels where only their number is read: not of the runs."""
+    """Remove this machine's folders and, except in the runs, names of kernels: the page needs only their number."""
     if not line["ran"]:
         return {**line, "error": re.sub(r"(/[\w.+-]+)+/", "", line["error"])}
     if line["group"] == RUNS:

@@ -2,11 +2,11 @@
 
     python -m lockstep.scripts.studies.cuda_rehearsal.ahead [--rows NAME…] [--jobs N]
 
-Run it with the GPU's Python: on the GPU's own machine while the GPU has other work, or on one with the same versions
-and no GPU. Each row makes one step in a process of its own; `jobs` run at a time. Programs go to Inductor's cache
-(TORCHINDUCTOR_CACHE_DIR, if it is set), where the bench finds them. gcc and nm build the stand-in.
+Run it with the GPU machine's Python: on that machine while the GPU has other work, or on one with the same versions and
+no GPU. Each row runs one step in a process of its own, `jobs` at a time. Programs go to Inductor's cache
+(TORCHINDUCTOR_CACHE_DIR, if it is set), from which the bench loads them. gcc and nm build the stand-in.
 
-Inductor keys its cache by the device's name: that of the GPU, if one is there, else --name.
+Inductor keys its cache by the device's name: the GPU's name if there is one, else --name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WORKER = "lockstep.scripts.studies.cuda_rehearsal.ahead_worker"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Choose what is compiled, and where.
+    """Choose the rows to compile and the folders.
 
-    rows: names of the bench's rows; empty = all that are compiled. timeout: seconds a row. name: the device's.
+    rows: names of the bench's rows; empty = all compiled ones. timeout: seconds per row. name: the device's name.
     """
 
     config: Path = CONFIGS["cuda"]
@@ -48,7 +48,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Compile every row that is asked for, in that order; print for each how long it took, or why it ended."""
+    """Compile the chosen rows in order; print for each its duration or the reason of its failure."""
     python = Path(sys.executable)
     library = build(site_packages(python), arguments.cache.absolute() / "standin-ahead")
     name = _real_device() or arguments.name
@@ -73,7 +73,7 @@ def _compile(row: Row, library: Path, name: str, arguments: Arguments) -> str:
     config = load_config(arguments.config, row.overrides("cuda"))
     if not config.compile.enabled:
         return f"{row.name}: nothing to compile"
-    # More memory than any row takes: a row that does not fit is the bench's to name.
+    # More memory than any row takes: the bench itself reports a row that does not fit.
     variables = os.environ | preloaded(library, 400_000_000_000, name)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:

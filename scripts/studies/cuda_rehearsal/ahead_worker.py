@@ -1,8 +1,8 @@
-"""Make one step of a configuration above the stand-in: what it compiles stays in Inductor's cache. Started by ahead.py.
+"""Run one step of a configuration above the stand-in, which fills Inductor's cache. Started by ahead.py.
 
-The configuration is read as JSON from the input. The last line has how many graphs were compiled, and how many of them
-the cache keeps: torch 2.11 refuses graphs for CUDA that compute an attention again, since they hold the state of a
-generator (`graphsafe_run_with_rng_state`); torch 2.13 keeps them.
+The configuration is read as JSON from stdin. The last line has the number of compiled graphs and of those in the cache.
+torch 2.11 does not cache CUDA graphs that recompute attention, since they hold a generator's state
+(`graphsafe_run_with_rng_state`); torch 2.13 does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CUDNN = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attent
 
 
 def without_cudnn() -> torch.library.Library:
-    """Replace cuDNN's attention, which needs a driver, by one that returns tensors which nothing computed.
+    """Replace cuDNN's attention, which needs a driver, by a function that returns uninitialised tensors.
 
-    They have the shapes and strides for which the programs around it are compiled. Valid as long as the result is kept.
+    They have the shapes and strides for which the surrounding programs are compiled. Valid while the result is kept.
     """
     library = torch.library.Library("aten", "IMPL")
     for name in CUDNN:
@@ -51,11 +51,12 @@ def _undrawn(operator: Any) -> Any:
 
 
 def main() -> None:
-    """Read the configuration, make the step."""
+    """Read the configuration and run the step."""
     config = RunConfig.model_validate(json.load(sys.stdin))
-    # Values decide nothing here, and a billion of them take half a minute to draw.
+    # Values have no effect here, and drawing a billion of them takes half a minute.
     TorchSession._initialise = lambda self: None  # type: ignore[method-assign]
-    # Inductor times variants of a kernel to choose one, which is chance here: a GPU must not find that choice.
+    # Inductor times variants of a kernel to choose one. Here the choice is random, so the cache must not keep it for a
+    # GPU.
     torch._inductor.config.autotune_local_cache = False
     kept = without_cudnn()
     TorchBackend().open_rank(config).step(random_batches(config, 1)[0])

@@ -1,7 +1,7 @@
 """Build the stand-in for CUDA's runtime, driver, cuBLAS and NCCL with gcc, and name the environment it is used in.
 
-The headers are those that a CUDA build of torch brings (the `nvidia` packages). A function that torch's libraries ask
-for and no file of `standin/` answers becomes a stub: it gives success, and the log names it.
+The headers come with a CUDA build of torch (the `nvidia` packages). A function that torch's libraries need and no file
+of `standin/` defines becomes a stub: it returns success, and the log names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parent / "standin"
 # Torch's libraries that call CUDA.
 LIBRARIES = ("libc10_cuda", "libtorch_cuda", "libtorch_python", "libtorch_cuda_linalg", "libcaffe2_nvrtc")
 LIBRARY = "libcuda.so.1"
-# Functions that a stand-in answers for; cuFile and cuBLAS's versions are the real libraries'.
+# Functions that the stand-in defines; cuFile and cuBLAS's versions come from the real libraries.
 ANSWERED = re.compile(r"(?!cuFile)(__cuda|cuda|cublas|nccl|cu[A-Z])\w*")
 REAL = {"cublasLtGetVersion", "cublasGetVersion_v2", "cublasGetVersion"}
 
@@ -57,7 +57,7 @@ def build(site: Path, folder: Path) -> Path:
 
 
 def stub_source(names: set[str]) -> str:
-    """Return C source in which each of these functions notes its name and returns success, for any arguments."""
+    """Return C source in which each of these functions logs its name and returns success for any arguments."""
     lines = ["void note(const char *format, ...);"]
     lines += [
         f'__attribute__((visibility("default"))) int {name}(void) {{ note("stub {name}"); return 0; }}'
@@ -69,18 +69,18 @@ def stub_source(names: set[str]) -> str:
 def environment(library: Path, caches: Path, memory: int | None = None) -> Mapping[str, str]:
     """Return the variables of a case of the rehearsal. memory: bytes of the device; None: an H100's.
 
-    Its compiled kernels go to `caches`, and must never be used on a real GPU: their variants were chosen by chance.
+    Its compiled kernels go to `caches`. Never use them on a real GPU, because their variants were chosen at random.
     """
     return preloaded(library, memory) | {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        # Each generated kernel then carries the bytes that it reads and writes.
+        # With this, each generated kernel records the bytes that it reads and writes.
         "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
     }
 
 
 def preloaded(library: Path, memory: int | None = None, name: str | None = None) -> dict[str, str]:
-    """Return variables that put the stand-in in CUDA's place. memory, name: of the device; None: an H100's."""
+    """Return variables that load the stand-in instead of CUDA. memory, name: of the device; None: an H100's."""
     found = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(library.parent), os.environ.get("LD_LIBRARY_PATH")))),
@@ -92,7 +92,7 @@ def preloaded(library: Path, memory: int | None = None, name: str | None = None)
 
 
 def _gcc(*arguments: str) -> None:
-    # Functions that ignore most of their arguments are what a stand-in is made of.
+    # Most functions of a stand-in ignore their arguments.
     subprocess.run(["gcc", "-w", "-O1", "-fPIC", "-fvisibility=hidden", *arguments], check=True)
 
 

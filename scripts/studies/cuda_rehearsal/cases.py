@@ -1,4 +1,4 @@
-"""The cases of the rehearsal: every lever by itself, eager and compiled, and the runs that are to be made on H100s."""
+"""The cases of the rehearsal: every lever by itself, eager and compiled, and the planned runs on H100s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.components.precision import POLICIES
 from lockstep.core.config.schema import PARTS
 
 LEVERS, RUNS = "levers", "runs"
-# More than any case takes: what a case needs shows, where a real device would refuse.
+# More memory than any case takes, so that a case shows its need where a real device would fail.
 BOUNDLESS = 400_000_000_000
 # Every case by itself: two blocks of the 1.24B model at full width, two micro-batches.
 TWO_BLOCKS = {
@@ -25,14 +25,14 @@ TWO_BLOCKS = {
     "log.norms_every": "0",
 }
 EAGER = {"compile.enabled": "false"}
-# cuDNN's attention, which `auto` takes on an H100, cannot be shown: flash attention keeps tensors of the same sizes.
+# `auto` takes cuDNN's attention on an H100, which cannot run here. Flash attention keeps tensors of the same sizes.
 ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "efficient", "fp64": "math"}
-# The trainer's refusal of torch's own head, before the version of torch that has it.
+# The trainer's refusal of torch's own head under a torch without it.
 NEEDS_TORCH = "needs torch 2.13"
 CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
 
 _OF_RANKS = "events probably time DDP's log"
-# Why something does not hold, by the case's name, with `eager` or `compiled` or for both.
+# Known reasons of a failed requirement, by the case's name, for `eager`, `compiled` or both.
 KNOWN = {
     "compiled: head torch": "not taken apart",
     "head torch": "torch's head keeps the narrow gradient of the chunk before (core/plan/head.py, _of_library)",
@@ -47,11 +47,11 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. run: its run file. settings: beside it, dotted key → text. memory: of the device, in bytes.
+    """A configuration.
 
-    length: tokens a sequence of the step, where it is not `train.sequence_length`. ranks: processes, joined by a
-    stand-in for NCCL. refused: words of the trainer's refusal where it must not run. not_shown: why the stand-in
-    cannot run it.
+    run: its run file. settings: changes to it, dotted key → text. memory: of the device, in bytes. length: tokens per
+    sequence of the step, if not `train.sequence_length`. ranks: processes, joined by a stand-in for NCCL. refused:
+    words of the trainer's refusal if it must not run. not_shown: why the stand-in cannot run it.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Processes that make the step together."""
+        """Processes that share the step."""
         return int(self.settings.get("train.ranks", "1"))
 
     @property
     def known(self) -> str:
-        """The reason why it does not hold the page's requirements, where that is known; empty otherwise."""
+        """The known reason why it fails the page's requirements; empty without one."""
         of_both = KNOWN.get(self.name.removeprefix("eager: ").removeprefix("compiled: "), "")
         return KNOWN.get(self.name, of_both)
 
@@ -80,10 +80,10 @@ class Case:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return all cases, those that take least first."""
+    """Return all cases, the cheapest first."""
     levers = tuple(_levers())
     eager = [replace(c, name=f"eager: {c.name}", settings={**c.settings, **EAGER}) for c in levers]
-    # A case that no torch runs here is not compiled either.
+    # A case that does not run eagerly is not compiled either.
     tried = [c for c in levers if not c.not_shown and c.refused in ("", NEEDS_TORCH)]
     compiled = [replace(c, name=f"compiled: {c.name}") for c in tried]
     return (*eager, *compiled, *_modes(), *_runs())
@@ -101,7 +101,7 @@ def _levers() -> Iterator[Case]:
         yield _lever(f"policy {policy}", precision__policy=policy)
     yield _lever("policy fp32, written-out attention", precision__policy="fp32", attention__kernel="math")
     for head in LOSS_HEADS.values():
-        # One that reads values on the host is in no program of the whole model.
+        # A head that reads values on the host cannot be in a program of the whole model.
         scope = {"compile__scope": "blocks"} if head.reads_on_host else {}
         older = NEEDS_TORCH if head.name == "torch" else ""
         if head.name != "chunked":

@@ -1,4 +1,4 @@
-"""Read the stand-in's log of one step (standin/log.c): one line an event, a kind and its fields."""
+"""Read the stand-in's log of one step (standin/log.c): one line per event, with a kind and its fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 COPIES = ("h2d", "d2h", "d2d", "memset")
 # cudaDataType (library_types.h).
 FORMATS = {0: "fp32", 1: "fp64", 2: "fp16", 3: "int8", 14: "bf16", 28: "fp8_e4m3", 29: "fp8_e5m2"}
-# cublasMath_t (cublas_api.h): what a handle allows. The last bit stands apart.
+# cublasMath_t (cublas_api.h): the math modes of a handle. The last bit is a separate flag.
 MATH_MODES = {0: "default", 1: "tensor_op", 2: "pedantic", 3: "tf32"}
 NO_REDUCED_PRECISION = 16
 
@@ -20,7 +20,7 @@ NO_REDUCED_PRECISION = 16
 class Product:
     """A matrix product (m, k) · (k, n) → (m, n), `batch` times at once; a, b and c are formats of FORMATS.
 
-    adds: the result is added to what stands there (beta = 1). math: the math mode of its cuBLAS handle.
+    adds: the result is added to the output (beta = 1). math: the math mode of its cuBLAS handle.
     """
 
     m: int
@@ -38,10 +38,10 @@ class Product:
 class Step:
     """The counts of one step's requests to the device.
 
-    synchronisations: by what the host waited for. copies: by kind, calls and bytes. kernels: launches by name, of those
-    that torch and libraries bring. triton: of those that Triton made. collectives: calls of NCCL by name, and the
-    elements. graphs: replays of CUDA graphs. captures: graphs recorded. allocations: calls of cudaMalloc.
-    stubs: calls that the stand-in does not answer.
+    synchronisations: by the thing that the host waited for. copies: by kind, calls and bytes. kernels: launches by
+    name, of torch's and libraries' kernels. triton: launches of Triton's kernels. collectives: calls of NCCL by name,
+    and their elements. graphs: replays of CUDA graphs. captures: graphs recorded. allocations: calls of cudaMalloc.
+    stubs: calls of functions that the stand-in does not define.
     """
 
     synchronisations: Counter[str] = field(default_factory=Counter)
@@ -57,12 +57,12 @@ class Step:
 
     @property
     def launches(self) -> int:
-        """The launches that the host made one by one."""
+        """The kernels that the host launched one by one."""
         return sum(self.kernels.values()) + sum(self.triton.values()) + sum(self.products.values())
 
 
 def read_log(lines: Iterable[str]) -> Step:
-    """Count the events of a step. Raises ValueError for a line of another kind than the stand-in writes."""
+    """Count the events of a step. Raises ValueError for a line of an unknown kind."""
     step = Step()
     for line in lines:
         kind, _, rest = line.strip().partition(" ")
@@ -93,8 +93,8 @@ def read_log(lines: Iterable[str]) -> Step:
 
 
 def kernel_name(mangled: str) -> str:
-    """Shorten a C++ symbol to the first two names that tell what it does: `reduce_kernel NormTwoOps`."""
-    # Without literal template arguments every number that is left is the length of the name after it.
+    """Shorten a C++ symbol to its first two descriptive names: `reduce_kernel NormTwoOps`."""
+    # Without literal template arguments, every remaining number is the length of the name after it.
     rest, words = re.sub(r"L[a-z]n?\d+E", "", mangled), []
     while found := re.search(r"\d+", rest):
         word = rest[found.end() : found.end() + int(found[0])]

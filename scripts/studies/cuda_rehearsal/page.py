@@ -1,4 +1,4 @@
-"""Write the rehearsal's page from its lines: what it can show, what ran, memory, synchronisations, time on paper."""
+"""Write the rehearsal's page from its lines: its scope, the runs, memory, synchronisations, estimated time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.scripts.studies.cuda_rehearsal.roofline import BANDWIDTH, GOALS, I
 from lockstep.scripts.studies.repository import ROOT
 
 Line = Mapping[str, Any]
-# Requirements: the plan is this near to the allocator, and the host waits so often a step.
+# Requirements: the largest difference between plan and allocator, and the most waits of the host per step.
 NEAR, WAITS = 0.02, 2
 STEP = "1.24B, [64, 2048], "
 OUTCOMES = ("ran", "refused", "not shown", "FAILED")
@@ -52,7 +52,7 @@ Seconds by item (scripts/studies/cuda_rehearsal/roofline.py) at rates that an H1
 TB/s, flash attention 35 % of 989 TFLOP/s. A floor: launches, gaps and kernels without known bytes are not in it. Not
 measured.
 """
-# The case whose step differs by one lever ends with the lever's name.
+# The name of a case that differs by one lever ends with the lever.
 LEVER = ", head one_kernel"
 BY_ONE_KERNEL = """
 `loss.head = "one_kernel"` beside `chunked`. One hand-written Triton kernel a chunk makes losses and gradient, which
@@ -74,7 +74,7 @@ graphs. First: CPU seconds of the first step, compilation included.
 
 
 def page(lines: Sequence[Line]) -> str:
-    """Return docs/results/cuda_rehearsal.md. lines: of all versions of torch; a case that was run again counts once."""
+    """Return docs/results/cuda_rehearsal.md. lines: of all versions of torch; a repeated case counts once."""
     known = {case.name: case for case in cases()}
     latest = {(line["case"], line["environment"]): line for line in lines if line["case"] in known}
     order = {name: number for number, name in enumerate(known)}
@@ -98,7 +98,7 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def outcome(line: Line, case: Case) -> str:
-    """Return `ran`, `refused` as it must be, `not shown` where the stand-in cannot, or `FAILED`."""
+    """Return `ran`, `refused` for an expected refusal, `not shown` if the stand-in cannot run it, or `FAILED`."""
     if line["ran"]:
         return "ran"
     if case.not_shown:
@@ -107,12 +107,12 @@ def outcome(line: Line, case: Case) -> str:
 
 
 def planned(case: Case) -> float:
-    """Return the peak of a case by `lockstep plan`, in bytes, as it plans today."""
+    """Return the peak of a case in bytes by today's `lockstep plan`."""
     return memory(load_config(ROOT / case.run, case.settings), GPUS["h100"]).peak
 
 
 def off(line: Line) -> float:
-    """Return the plan's peak / the allocator's − 1. line: with `plan_bytes`, as `page` gives it."""
+    """Return the plan's peak / the allocator's − 1. line: with `plan_bytes`, which `page` adds."""
     return float(line["plan_bytes"] / line["peak_bytes"][-1] - 1)
 
 
@@ -122,7 +122,7 @@ def waits(line: Line) -> int:
 
 
 def _compared(rows: Sequence[Line]) -> list[Line]:
-    """Return lines whose memory can be compared with the plan: the stand-in does not show what a CUDA graph keeps."""
+    """Return lines whose memory is comparable with the plan: the stand-in does not show a CUDA graph's memory."""
     return [line for line in rows if line["ran"] and not line["graphs"]]
 
 
@@ -221,7 +221,7 @@ def _time(rows: Sequence[Line], known: Mapping[str, Case]) -> Iterator[str]:
 
 
 def _by_one_kernel(timed: Mapping[tuple[str, str], Mapping[str, float]]) -> Iterator[str]:
-    """Yield the items that the lever changes, beside those of the step without it if the same torch ran that."""
+    """Yield the items that the lever changes, beside those of the step without it if the same torch ran both."""
     found: list[Sequence[object]] = []
     for (name, version), after in timed.items():
         plain = name.removesuffix(LEVER)

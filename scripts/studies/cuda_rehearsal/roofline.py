@@ -1,16 +1,15 @@
-"""Seconds of a logged step from a roofline: what its kernels move and its products multiply, at stated rates.
+"""Estimate the seconds of a logged step from a roofline: its kernels' bytes and its products' FLOPs at stated rates.
 
     block products, head products    FLOPs of each product at its format's rate, or its bytes at the bandwidth
-    cross-entropy                    bytes of the generated kernels over a chunk's logits, which are read anew in each
-                                     of their passes: 132 rows of 0.5 MB are more than the caches hold; or by formula
-                                     those of the head's own kernel
-    Triton kernels                   bytes of the other generated kernels, as Inductor counts them
-    attention                        3.5 forward passes at its kernel's share of the peak (core/plan/seconds.py)
-    rest                             fills and copies on the device as logged; by formula what torch's own kernels do
-                                     outside the program: gradients added over micro-batches, clipping, the optimizer
+    cross-entropy                    bytes of the generated kernels over a chunk's logits, which each pass reads again:
+    132 rows of 0.5 MB exceed the caches; or by formula those of the head's own kernel Triton kernels
+    bytes of the other generated kernels, as Inductor counts them attention                        3.5 forward passes at
+    its kernel's share of the peak (core/plan/seconds.py) rest                             fills and copies on the
+    device as logged; by formula what torch's own kernels do outside the program: gradients added over micro-batches,
+    clipping, the optimizer
 
-Nothing for launches, gaps, kernels that are neither generated nor named here, or arithmetic outside products: the
-cross-entropy's exponentials are in FP64.
+Not counted: launches, gaps, kernels that are neither generated nor named here, and arithmetic outside products, such as
+the cross-entropy's exponentials in FP64.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from lockstep.core.model.budget import optimizer_bytes, parameter_count
 from lockstep.core.plan import GPUS
 from lockstep.core.plan.seconds import seconds
 
-# FLOP/s and bytes/s that large products and simple kernels are known to reach on an H100 SXM: below the 794 and 1,403
-# TFLOP/s of the MAMF table (core/plan/gpus.py), and 90 % of 3.35 TB/s.
+# FLOP/s and bytes/s that large products and simple kernels reach on an H100 SXM: below the 794 and 1,403 TFLOP/s of the
+# MAMF table (core/plan/gpus.py), and 90 % of 3.35 TB/s.
 RATES = {"bf16": 700e12, "fp16": 700e12, "fp8_e4m3": 1200e12, "fp8_e5m2": 1200e12}
 BANDWIDTH = 3.0e12
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-# Seconds of a step at [64, 2048] that are to be reached, by policy.
+# Target seconds of a step at [64, 2048], by policy.
 GOALS = {"bf16": 1.80, "fp8_tensorwise": 1.55, "fp8_delayed": 1.55}
-# Kernels written by hand (torch_backend/kernels/one_kernel_triton.py): how often they read a chunk's logits, of which
-# they write one gradient.
+# Hand-written kernels (torch_backend/kernels/one_kernel_triton.py): how often each reads a chunk's logits. Each writes
+# one gradient.
 READINGS = {"one_kernel_held": 1, "one_kernel_again": 2}
 ITEMS = ("block products", "head products", "Triton kernels", "cross-entropy", "attention", "rest")
 

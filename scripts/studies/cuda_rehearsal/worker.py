@@ -1,4 +1,4 @@
-"""Run one case of the rehearsal in a process of its own, above the stand-in, and write what it did as JSON.
+"""Run one case of the rehearsal in a process of its own, above the stand-in, and write its results as JSON.
 
     python -m lockstep.scripts.studies.cuda_rehearsal.worker SETTINGS RESULT
 
@@ -33,23 +33,23 @@ from lockstep.torch_backend.ranks.process_groups import join_group, meet, take_d
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
 
-# The last one is logged: its programs are compiled, its moments are there, its gradients' memory is known.
+# The last step is logged: programs are compiled, and moments and gradients are allocated.
 STEPS = 3
 # A key of the ranks' store.
 DONE = "rehearsed"
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run three steps of a configuration; return what the last one did. Raises what the trainer raises."""
+    """Run three steps of a configuration; return the results of the last one. Raises the trainer's exceptions."""
     config = load_config(ROOT / asked["run"], asked["settings"])
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "peak_bytes": [], "seconds": []}
-    # Values decide nothing here, and a billion of them take half a minute to draw.
+    # Values have no effect here, and drawing a billion of them takes half a minute.
     TorchSession._initialise = lambda self: None  # type: ignore[method-assign]
     length = asked["length"] or config.train.sequence_length
     batch = batch_of(config, length)
     generated = Generated()
     backend = TorchBackend()
-    backend.describe(config)  # refuses what cannot run, as a command does
+    backend.describe(config)  # raises for a configuration that cannot run, as a command does
     session = _opened(backend, config)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -60,7 +60,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
                 generated.launches.clear()
             before = sum(os.times()[:4])
             session.step(batch)
-            # The time of this process and of the compilers that it waited for: the machine's other work does not count.
+            # CPU time of this process and of its compilers, which other work on the machine does not change.
             found["seconds"].append(sum(os.times()[:4]) - before)
             found["peak_bytes"].append(torch.cuda.max_memory_allocated())
         ctypes.CDLL(LIBRARY).standin_log(b"")
@@ -83,7 +83,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opened(backend: TorchBackend, config: RunConfig) -> TorchSession:
-    """Open the session of this process, as rank 0 where there are several."""
+    """Open the session of this process, as rank 0 if there are several."""
     if config.train.ranks > 1:
         rank, ranks, store = meet()
         join_group(rank, ranks, store, take_device(0, cuda=True))
@@ -94,17 +94,17 @@ def _opened(backend: TorchBackend, config: RunConfig) -> TorchSession:
 
 
 def stand_by() -> None:
-    """Act as another rank until rank 0 is done: collectives send nothing, so no more is needed."""
+    """Act as another rank until rank 0 is done; that is enough, because collectives send nothing."""
     rank, ranks, store = meet()
     join_group(rank, ranks, store, take_device(0, cuda=True))
-    # The session of rank 0 makes this group for its checkpoints.
+    # The session of rank 0 creates this group for its checkpoints.
     dist.new_group(backend="gloo")
     store.set_timeout(timedelta(hours=2))
     store.wait([DONE])
 
 
 def batch_of(config: RunConfig, length: int) -> Batch:
-    """Return random tokens of a step at this length: as many as at `train.sequence_length`; documents where used."""
+    """Return a step's random tokens at this length, as many as at `train.sequence_length`, with documents if used."""
     train = config.train.model_copy(
         update={
             "batch_size": config.train.batch_size * config.train.sequence_length // length,
@@ -139,9 +139,11 @@ class Generated:
         CachingAutotuner.run = counted
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return name, GB (10^9) a launch, elements rounded up to powers of two, passes, launches; most bytes first.
+        """Return name, GB (10^9) per launch, elements rounded up to powers of two, passes and launches.
 
-        passes: loops over the reduced axis. Inductor counts what a kernel reads once, however many it has.
+        Most bytes first.
+
+        passes: loops over the reduced axis. Inductor counts a kernel's reads once for any number of loops.
         """
         found = [
             {"name": name, "gb": gb, "elements": elements, "passes": passes, "launches": launches}
@@ -151,7 +153,7 @@ class Generated:
 
 
 def main() -> None:
-    """Run the first file's request and write the second one, also where the trainer refuses or fails."""
+    """Run the first file's request and write the second file, also if the trainer refuses or fails."""
     if int(os.environ.get("RANK", "0")):
         stand_by()
         return
