@@ -124,68 +124,83 @@ RECIPES = {
         for family in FAMILIES
     },
 }
-EARLIER = """Earlier rounds, each under narrower bounds and on draws that are not used again, accused 2 of 864 checks,
-11 of 1,872 and 5 of 3,936; a fourth, the last before there were levers, none of 10,080; a fifth, before single elements
-had bounds and the step's own weights were judged, none of 8,256; a sixth, before there were means over layers, none of
-552. Each accusation was looked into, and what it taught became part of the bounds: sums in FP32, errors that one early
-rounding gives to all that follows, one token that outweighs all others, a run of one letter. One of Muon was in a
-matrix whose norm lay at a tie of bf16, to which torch rounds it; Lockstep's Muon has not rounded it since, and its
-draws began anew.
+EARLIER = """## Earlier rounds
 
-Under the first bounds of casts 3 of 48 compiled checks under random casts were accused: one element of a small
-gradient, at a tie, was all of its distance; and attention's gradient of k had bounds from 8 shapes only. A few elements
-at a tie have been no distance since, of a tensor or of one of its rows and columns, and compiled programs were measured
-on 30 shapes more, with Lockstep's casts and with others. One of those draws, 5016, was accused until then, and after it
-by a mean over layers; draw 5000 by the compiler's bridge. Whole steps of compiled programs have had bounds of their own
-under other casts since, of 22 shapes.
+Each earlier round had narrower bounds, and its draws are not used again:
 
-On another processor, an Intel Xeon, thirty checks were accused, and six rules were mended. Three had a column that one
-element at a tie outweighed: a row or column with at most two unequal elements is held by its elements. Two, of FP16's
-draw 5001, had 28 tokens of a run of one letter with the same numbers, one of them at a tie: before an accusation each
-token counts once. One, of compiled bf16, had a length between both programs in a gradient in which one token outweighs
-all others: the twin had a single row exact by chance, and errors of either side weigh a row now. In another an ulp of
-one loss weight made a whole token round otherwise: two tokens have the ulp in turn. One, of Muon, had four sampled
-tokens, one of which carried the twin's error: tokens count by that error. With torch's loss head 22 of 48 checks were
-accused: with one weight an ulp larger it scales every gradient otherwise, and the weight is an ulp smaller now. These
-draws were made anew. Other checks of before are counted on, since each of these rules but the last accuses no more
-than the one before. Lines of before a new check say nothing of that check: the step held to itself under other weights,
-evaluation of all sequences, the rates of later steps, and Muon's lengths; what is only reported, sampling at a drawn
-place, and two steps in a row.
+| round | accused | checks |
+|---|--:|--:|
+| first | 2 | 864 |
+| second | 11 | 1,872 |
+| third | 5 | 3,936 |
+| fourth, the last one before the levers | 0 | 10,080 |
+| fifth, before bounds on single elements and before a check judged the step's own weights | 0 | 8,256 |
+| sixth, before means over layers | 0 | 552 |
 
-One compiled check of FP8's delayed scaling was accused, of draw 5000: a gradient's amax in the program that trains was
-1.6 % from the tapped tensor. Two compiled programs differ by FP8's own errors. The tapped one is held to its own
-tensors since, within a rounding to bf16, and the other to it within both errors. The draw was made anew.
+Every accusation was examined, and its cause became part of the bounds:
 
-FP16's checks begin at the loss scale of the run's start. At 2²⁰, where gradients of a small model nearly overflow,
-10 of 15 clean checks of `lockstep parity` were accused: a micro-batch by itself has larger gradients than in its step,
-and overflowed where the step did not. It is computed at a smaller loss scale since; tests hold this, and no line here
-counts for it.
+- Sums in FP32, errors that one early rounding passes on to all later results, one token that outweighs all others,
+  and a run of one letter.
+- **Muon.** The norm of one matrix lay at a tie of bf16, and torch rounds that norm to bf16. Lockstep's Muon no longer
+  rounds it. Muon's draws started over.
+- **Random casts.** Under the first bounds of casts 3 of 48 compiled checks were accused. In some, one element of a
+  small gradient, at a tie, was the whole distance: a few elements at a tie no longer count as a distance, of a tensor
+  or of one of its rows and columns. In others, attention's gradient of k had bounds from only 8 shapes: compiled
+  programs were measured on 30 more shapes, with Lockstep's casts and with others. Draw 5016 was accused until then,
+  and later by a mean over layers; draw 5000 was accused by the compiler's bridge. Whole steps of compiled programs
+  now have bounds of their own under other casts, from 22 shapes.
 
-The first checks with two steps in a row accused 30 of 48 of bitsandbytes' 8-bit AdamW, draw 5003: the library keeps a
-block of zeros as the code of −0.993 and the scale 0, which read as −0, and a loaded state had 0 there or the other way
-round. Zeros have one sign since, and the draw was made anew.
+On another processor, an Intel Xeon, thirty checks were accused, and six rules were corrected:
 
-The same link accused every first step of torchao's 8-bit AdamW, in commits of 2026-11-26 up to 67badbc: before that
-step the moments have no codes, and after a load they have those of zeros. No line here began so: theirs were of before
-that link. A check of the 1.24B model found it. Checksums are of codes in both since, and tests check a first step of
-every optimizer. Lines of before say nothing of what follows a step either: another batch, scores and samples, a step
-while a checkpoint is written, a step from one that was restored, and a third step.
+- Three checks had a column in which one element at a tie outweighed all others. A row or column with at most two
+  unequal elements is now judged by its elements.
+- Two checks of FP16's draw 5001 had 28 tokens of a run of one letter with the same numbers, one of them at a tie.
+  Before an accusation each distinct token now counts once.
+- One check of compiled bf16 compared the lengths of a gradient in both programs, and one token outweighed all others:
+  the twin had a single row exact by chance. Errors of either side now weigh a row.
+- In another check an ulp of one loss weight changed the rounding of a whole token. Now two tokens get the ulp in
+  turn.
+- One check of Muon had four sampled tokens, one of which carried the twin's error. Tokens now count by that error.
+- With torch's loss head 22 of 48 checks were accused: with one weight an ulp larger it scales every gradient
+  differently. The weight is now an ulp smaller.
 
-The first checks of what later steps of a run do to moments and weights accused seven of 28 of bitsandbytes' 8-bit
-AdamW, draws 5007 to 5013: the last part of a parameter whose rows are no multiple of those that fill blocks of 256
-codes (414 of 72) began within a block. `parity.update` always had the same fault. Parts begin with a block since, and
-these draws were made anew. Lines of before say nothing of that link. Loss and gradients of a first step are also held
-to those of the same step as a later one; only the newest lines of 8-bit AdamW and of bf16's random casts had that.
-The newest 114 lines of Llama, 456 checks of 17 kinds, none of them compiled, also had an end of text among the tokens
-that are looked at, but for FP8, and in each first check a step that is not finite, a loss scale that grows and a full
-history of amaxes; so had all lines of the other families, and no other line had.
+These draws were repeated. Other earlier checks still count, because each of these rules except the last accuses no
+more than the earlier rule. A line made before a kind of check existed has no result for it. Such checks are: the step
+compared with itself under other weights, evaluation of all sequences, the rates of later steps, Muon's lengths,
+values that are only reported, sampling at a drawn place, and two steps in a row.
 
-Sampling at a drawn place accused one of 16 checks of FP16's draw 5004, by 0.5 %: seventeen tokens of one sequence share
-errors of the keys and values that they read, and count as four since. This check is among what the bound rests on; the
-draw was made anew.
+Later findings:
 
-During training stages are examined on other sequences from check to check; the count is of the first and the last of
-a micro-batch."""
+- **FP8, delayed scaling.** One compiled check of draw 5000 was accused: a gradient's amax in the training program was
+  1.6 % from that of the tapped tensor. Two compiled programs differ by FP8's own errors. The tapped program is now
+  compared with its own tensors, within a rounding to bf16, and the other program with it, within both errors. The
+  draw was repeated.
+- **FP16.** Checks begin at the loss scale of the run's start. At 2²⁰, where gradients of a small model nearly
+  overflow, 10 of 15 clean checks of `lockstep parity` were accused: a micro-batch alone has larger gradients than in
+  its step, and overflowed although the step did not. It is now computed at a smaller loss scale. Tests cover this; no
+  line here counts for it.
+- **8-bit AdamW of bitsandbytes, two steps in a row.** The first such checks accused 30 of 48, of draw 5003: the
+  library stores a block of zeros as the code of −0.993 and the scale 0, which reads as −0; a loaded state had 0
+  there, or the reverse. Zeros now have one sign, and the draw was repeated.
+- **8-bit AdamW of torchao.** The same link accused every first step, in commits of 2026-11-26 up to 67badbc: before
+  that step the moments have no codes, and after a load they have the codes of zeros. No line here began in this way,
+  as these lines are older than that link; a check of the 1.24B model found it. Checksums are now of codes in both
+  cases, and tests check a first step of every optimizer. Earlier lines have no result for the links after a step:
+  another batch, scores and samples, a step while a checkpoint is written, a step from a restored checkpoint, and a
+  third step.
+- **8-bit AdamW of bitsandbytes, later steps.** The first checks of moments and weights in later steps accused seven
+  of 28, draws 5007 to 5013. A parameter's rows did not fill whole blocks of 256 codes (414 rows of 72), so its last
+  part began within a block. `parity.update` always had the same fault. Parts now begin with a block, and these draws
+  were repeated. Earlier lines have no result for that link. Loss and gradients of a first step are also compared with
+  those of the same step as a later one; only the newest lines of 8-bit AdamW and of bf16's random casts have that.
+- **Newest checks.** The newest 114 lines of Llama, 456 checks of 17 kinds, none of them compiled, also had an end of
+  text among the examined tokens, except for FP8. Each first check of them had a step that is not finite, a loss scale
+  that grows and a full history of amaxes. All lines of the other families had these too, and no other line had.
+- **Sampling at a drawn place.** One of 16 checks of FP16's draw 5004 was accused, by 0.5 %: seventeen tokens of one
+  sequence share errors of the keys and values that they read, and now count as four. The bound is based on this check
+  too, and the draw was repeated.
+
+During training a check examines other sequences each time; the count is of the first and the last micro-batch."""
 SEEDS, BETWEEN = 2, 3
 
 
@@ -334,7 +349,7 @@ def page() -> str:
         text.append(f"| {label} | {len(of)} | {checks:,} | {comparisons:,} | {alarms} | {rate} |")
     rate = f"{upper_bound(totals[2], totals[0]):.3%}" if totals[0] else "not measured"
     text += [f"| **all** | | {totals[0]:,} | {totals[1]:,} | {totals[2]} | {rate} |", ""]
-    text += ["\n\n".join(part.replace("\n", " ") for part in EARLIER.split("\n\n")), ""]
+    text += [EARLIER, ""]
     nearest: dict[str, float] = {}
     for line in found:
         for link, strain in line["nearest"].items():
@@ -342,7 +357,7 @@ def page() -> str:
     closest = sorted(nearest.items(), key=lambda item: -item[1])[:5]
     if closest:
         said = "; ".join(f"{link}: {strain:.2f}" for link, strain in closest)
-        text += [f"Clean comparisons that came nearest to their bound (1 is the bound): {said}.", ""]
+        text += [f"The clean comparisons nearest to their bound, as a share of it: {said}.", ""]
     if accused := [f"- {x['label']}, draw {x['draw']}: {said}" for x in found for said in x["accused"]]:
         text += ["## Accused", "", *accused, ""]
     return "\n".join(text)
