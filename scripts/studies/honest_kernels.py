@@ -228,8 +228,9 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         "[`assert_honest`](../guide/assert_honest.md) compares each kernel with a plain function that computes in FP32 "
         "and rounds once, on the same device: the output, and the",
         f"gradient of every input. {ROWS:,} rows of {WIDTH}; attention over {SEQUENCE} tokens, {HEADS} heads of "
-        f"{WIDTH}; {PICTURES} pictures. A number is the largest excess: the error in units of the plain function's.",
-        "**Bold** is what is not honest, with what is wrong.",
+        f"{WIDTH}; {PICTURES} pictures. A number is the largest excess, which is the error in units of the plain "
+        "function's error.",
+        "**Bold**: not honest, with the measures that are wrong.",
         "",
         "| kernel | dtype | " + " | ".join(devices) + " |",
         "|---|---|" + "---|" * len(devices),

@@ -309,8 +309,9 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "## Planted faults",
         "",
         "A kernel is replaced for the whole process (`torch.library`), so truth and twin of a check of the whole "
-        "module run it as well.",
-        "*Alone* is that check, without `operations=`. The other kernel is a right one, in FP64 and rounded once.",
+        "module run it too.",
+        "*Alone* is that check, without `operations=`. The other kernel is correct: it computes in FP64 and "
+        "rounds once.",
         "",
         "| fault | trains in | named first | measure | bound | also named | alone | other kernel |",
         "|---|---|---|--:|--:|--:|---|---|",
@@ -325,16 +326,16 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         )
     lines += [
         "",
-        "Under autocast, GELU by tanh differs from GELU by less than bf16 rounds: excess is below 1. It shows in the "
-        "bits, as GELU rounds each",
-        "number once. *Alone* agrees: its truth runs the wrong kernel, or the replaced forward, as well.",
+        "Under autocast, GELU by tanh differs from GELU by less than a rounding to bf16: excess is below 1. The "
+        "bits show it, because GELU rounds each",
+        "number once. *Alone* agrees, because its truth also runs the wrong kernel or the replaced forward.",
         "",
         "## DebugMode beside it",
         "",
         "torch's `DebugMode` with hashes of tensors (norm and XOR), forward and backward, against the log of a clean "
         "run. A user has no clean",
-        "run of a wrong kernel. Cells: how many of these hashes, two a result, are others, and of which operation the "
-        "first is.",
+        "run of a wrong kernel. Cells: the number of hashes (two per result) that differ, and the operation of "
+        "the first one.",
         "",
         "| fault | trains in | clean run again | wrong | another right kernel |",
         "|---|---|---|---|---|",
@@ -345,8 +346,8 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         lines.append(f"| {row['fault']} | {row['trains']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Given a clean run, it names the operation of a wrong kernel, and of a right one alike. It cannot compare runs "
-        "with other operations.",
+        "With a clean run, it names the operation of a wrong kernel, but also that of a correct one. It cannot "
+        "compare runs whose operations differ.",
         "",
         "## Clean runs",
         "",
@@ -373,9 +374,9 @@ def page(rows: list[Row], made: Mapping[str, str]) -> str:
         "",
         "## Cost",
         "",
-        "Seconds, on a machine that others used as well. *Rest* is what a check takes without `operations=`. The first "
+        "Seconds, on a machine with other work. *Rest* is the time of a check without `operations=`. The first "
         "check lists the operations,",
-        "and compiles the formulas that the rows above did not: in a new process that took "
+        "and compiles the formulas that the rows above did not need: in a new process that took "
         f"{by['fault'][0]['operations']['seconds']:.0f} s for the first row of this page.",
         "",
         "| model | trains in | tokens | step | judged of | first check | last check | rest | agreed |",

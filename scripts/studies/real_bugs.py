@@ -36,15 +36,16 @@ def page(rows: Sequence[Row]) -> str:
     unfixed = [one.name for one in known.values() if repro_of(one.name)]
     intro = (
         f"Silent bugs that shipped, run from the released packages: {caught} of {len(known)} are caught in the first "
-        "step in which they act, and the fixed version agrees beside each. Where nothing is fixed, the second run goes "
-        "around the bug. Made by `python -m lockstep.scripts.studies.real_bugs` from "
+        "step in which they act, and the fixed version of each agrees. Where nothing is fixed, the second run "
+        "works around the bug. Made by `python -m lockstep.scripts.studies.real_bugs` from "
         "[real_bugs.jsonl](real_bugs.jsonl), which this command writes:"
     )
     made = (
         f"torch {version('torch').split('+')[0]}, Python {platform.python_version()}, {platform.machine()} "
-        f"{platform.system()}, CPU, one thread. torch and Lockstep are those of the present environment; packages of "
-        "an exhibit lie ahead of them on the path. Models have random weights, and texts are of Python's standard "
-        "library. *Lines* are those of Lockstep in the loop, its import with them; the loops are in "
+        f"{platform.system()}, CPU, one thread. torch and Lockstep are those of the present environment; packages "
+        "of an exhibit come before them on the path. Models have random weights, and texts are from Python's "
+        "standard library. *Lines* counts the lines of the loop that use Lockstep, with its import; the loops "
+        "are in "
         "[scripts/museum/loops](../../scripts/museum/loops)."
     )
     lines = [
@@ -65,8 +66,9 @@ def page(rows: Sequence[Row]) -> str:
     lines += [
         "",
         *filled(
-            f"Unfixed in the newest version that was tried ({len(unfixed)}): a script for the makers of the package "
-            "needs nothing of Lockstep, prints what is off and what would be right, and ends with 1 while it lasts. "
+            f"Unfixed in the newest version that was tried ({len(unfixed)}): a script for the package's "
+            "maintainers needs no Lockstep, prints the wrong and the right value, and ends with 1 while the "
+            "bug exists. "
             "`lockstep museum NAME --repro FOLDER` writes it."
         ),
     ]
@@ -91,7 +93,7 @@ def about(one: Exhibit, row: Row) -> Iterator[str]:
     yield f"## {one.name}"
     yield ""
     links = [f"[{'/'.join(one.link.split('/')[3:5])}#{one.link.rsplit('/', 1)[1]}]({one.link})"] if one.link else []
-    links += [f"[script for its makers]({REPROS}/{one.name}.py)"] if repro_of(one.name) else []
+    links += [f"[script for its maintainers]({REPROS}/{one.name}.py)"] if repro_of(one.name) else []
     sides = f"{one.version('shipped')}; " + (
         f"beside it: {one.mended}" if one.is_mended else f"fixed in {one.version('fixed')}"
     )
