@@ -3,20 +3,19 @@
 They follow from a run's configuration; the library also from the processor's vendor. Both backends, the plan and
 run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
 
-The attention kernel is `math`, which writes the scores (S, S) of every head out, where two conditions hold, and `flash`
-elsewhere (measured: docs/guide/levers.md):
+The attention kernel is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash`
+(measured: docs/guide/levers.md):
 
-- speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. Below that torch's flash kernel goes
-  through 32 queries at a time (`flash_attention_backward_kernel_impl`), and loses to whole products. Under FP32 and
-  FP64 it never does.
-- memory: sequences are at most WIDTHS head dimensions long. The scores that a layer keeps of a token are then at most
-  WIDTHS of its hidden vectors in FP32: 4·heads·S bytes, where a vector has 4·heads·head_dim.
+- speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. Below that torch's flash kernel
+processes 32 queries at a time (`flash_attention_backward_kernel_impl`) and is slower than whole products. Under FP32
+and FP64 it never is. - memory: sequences are at most WIDTHS head dimensions long. Then a layer keeps per token scores
+of at most WIDTHS FP32 hidden vectors: 4·heads·S bytes, where a vector has 4·heads·head_dim.
 
-Neither depends on the micro-batch: another one changes no kernel, and memory grows with it.
+Neither depends on the micro-batch, so its size changes only the memory.
 
 AdamW is torch's fused kernel wherever it exists.
 
-Eager FP32 products are oneDNN's on x86 processors that are not Intel's, where MKL keeps to AVX2, and BLAS's elsewhere
+Eager FP32 products use oneDNN on x86 processors not made by Intel, on which MKL uses only AVX2, and BLAS elsewhere
 (measured on AMD's and Intel's: docs/guide/levers.md).
 
 CUDA keeps `auto` for attention: there torch's call takes the first kernel that can run (torch_backend/attention.py).
@@ -43,7 +42,7 @@ BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, 
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `auto` on this CPU, by dotted key: kernel, if AdamW is fused, "onednn" or "blas"."""
+    """Return the values of `auto` on this CPU by dotted key: the kernel, whether AdamW is fused, "onednn" or "blas"."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     written_out = config.precision.operand in NARROW and length < SHORT and small
@@ -57,7 +56,7 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
 
 @cache
 def vendor() -> str:
-    """Return the x86 processor's vendor as Linux gives it, for example "AuthenticAMD"; "" elsewhere."""
+    """Return the x86 processor's vendor as Linux reports it, for example "AuthenticAMD"; "" elsewhere."""
     try:
         found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -68,10 +67,9 @@ def vendor() -> str:
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
     """Replace `auto` settings by their choices on this device; off the CPU, return the configuration as it is.
 
-    oneDNN's products become `auto` again where there are none, on another device or in a compiled program: a
-    configuration that was settled on the CPU may be opened there (`replay --device cuda`).
-    chosen: the choices of a run that keeps them (run.json), instead of those of `on_cpu` now; keys that it lacks are as
-    in `BEFORE`.
+    oneDNN's products become `auto` again on another device and in a compiled program, which do not have them: a
+    configuration resolved on the CPU may be opened there (`replay --device cuda`). chosen: a run's recorded choices
+    (run.json), used instead of those of `on_cpu`; missing keys have the value of `BEFORE`.
     """
     products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled
     if products == "onednn" and not eager:

@@ -16,7 +16,7 @@ _PIECE = re.compile(r"([1-9]\d{0,8})\s*:\s*(\d{1,3}(?:\.\d{1,15})?|\.\d{1,15})")
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the run. length: tokens a sequence. share: of the run's steps, exactly as it was written."""
+    """A phase of the run. length: tokens per sequence. share: of the run's steps, exactly as written."""
 
     length: int
     share: Fraction
@@ -24,7 +24,7 @@ class Piece:
 
 @cache
 def pieces(text: str) -> tuple[Piece, ...]:
-    """Parse a curriculum into its pieces; none of an empty text. Raises ValueError that states what is wrong."""
+    """Parse a curriculum into its pieces; an empty text has none. Raises ValueError with the mistake."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         match = _PIECE.fullmatch(word)
@@ -32,7 +32,7 @@ def pieces(text: str) -> tuple[Piece, ...]:
             raise ValueError(f"{word[:40]!r} is not LENGTH:SHARE, such as 2048:0.9")
         found.append(Piece(int(match[1]), Fraction(match[2])))
         if not found[-1].share:
-            raise ValueError(f"{word!r} is a share of no steps")
+            raise ValueError(f"{word!r} has a share of zero steps")
     if found and (total := sum(piece.share for piece in found)) != 1:
         raise ValueError(f"the shares add up to {float(total):g}, not to 1")
     return tuple(found)
@@ -49,7 +49,7 @@ def problem(text: str, length: int, micro: int, steps: int) -> str | None:
     if not lengths:
         return None
     if length not in lengths:
-        return f"{length} tokens a sequence is none of its lengths; sizes of batches, and validation, are of that one"
+        return f"{length} tokens a sequence is not one of its lengths; batch sizes and validation use that length"
     longest = max(lengths)
     for other in lengths:
         if longest % other:
@@ -59,7 +59,5 @@ def problem(text: str, length: int, micro: int, steps: int) -> str | None:
     ends = last_steps(text, steps)
     for piece, first, last in zip(pieces(text), (0, *ends), ends, strict=False):
         if first == last:
-            return (
-                f"of {steps} steps, none is left for the share of {float(piece.share):g} at a length of {piece.length}"
-            )
+            return f"no step of {steps} is left for the share of {float(piece.share):g} at a length of {piece.length}"
     return None

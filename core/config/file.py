@@ -18,12 +18,12 @@ from lockstep.core.files.paths import path_problem
 
 COMMAND_LINE = "command line"
 # The schema's single pattern, in words.
-NAME = "must begin with a letter from A to Z or a digit; after it, '.', '_' and '-' may stand as well"
+NAME = "must begin with a letter from A to Z or a digit; '.', '_' and '-' are also allowed after it"
 # Ten times the size of a file with every setting and its description.
 _LARGEST_FILE = 1 << 20
-# By the identity of a setting's field, which is kept beside: an address may be another's later.
+# By the id of a setting's field. The field is kept too, because a freed object's id may be reused.
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
-# Characters of a wrong value that are shown.
+# Most characters shown of a wrong value.
 _SHOWN = 60
 
 
@@ -79,11 +79,11 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         except ValidationError as error:
             errors.append(complaint(origin[key], key, value, error))
     places.append(COMMAND_LINE)
-    # Rules get defaults for settings that were not set, and skip wrong ones.
+    # Rules use the defaults of missing settings and skip wrong ones.
     wrong = (set(values) | set(overrides or {})) - set(checked)
     flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
     for keys, message in broken_rules({key: value for key, value in flat.items() if key not in wrong}):
-        # The last source made them clash: the command line, else the nearest file.
+        # Name the last source of the conflict: the command line, else the nearest file.
         set_here = [key for key in keys if key in origin] or [keys[0]]
         blamed = max(set_here, key=lambda key: places.index(origin.get(key, "")))
         errors.append(f"{origin.get(blamed, str(path or COMMAND_LINE))}: {blamed}: {message}")
@@ -102,7 +102,7 @@ def dump_config(config: RunConfig) -> str:
 def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
     """Describe a key that is not a setting, with the nearest right name, by the whole key or by its last part.
 
-    value: what was given to it, None if that is not known.
+    value: its given value, None if unknown.
     """
     if key in _sections(known):
         return f"{key} is a section, not a value" + ("" if value is None else f" ({shortened(value)})")
@@ -123,7 +123,7 @@ def _sections(known: Mapping[str, Any]) -> set[str]:
 
 
 def adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    """Return what checks the value of one setting. It takes milliseconds to make, and is made once."""
+    """Return the validator of one setting. It takes milliseconds to build, so it is built once."""
     from typing import Annotated
 
     made = _ADAPTERS.get(id(field))
@@ -142,16 +142,16 @@ def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as Python writes it, its middle left out if it is long."""
+    """Return a value as Python writes it, without its middle if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         text = "a very large number"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}…{text[-10:]}"
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the file, its base, the base's base, …: nearest first, `base` taken out."""
+    """Return the file, its base, the base's base, …: nearest first, without the key `base`."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     seen: set[Path] = set()
     current: Path | None = path
@@ -175,12 +175,12 @@ def _parse(path: Path, where: str) -> dict[str, Any]:
     try:
         if not path.is_file():
             # Pipes and devices may never end.
-            what = "it is no file" if path.exists() else None
+            what = "it is not a regular file" if path.exists() else None
             raise UserError(f"{where}cannot read {path}: {what}" if what else f"{where}no such run file: {path}")
         with path.open("rb") as file:
             raw = file.read(_LARGEST_FILE + 1)
         if len(raw) > _LARGEST_FILE:
-            raise UserError(f"{where}{path} is larger than {_LARGEST_FILE:,} bytes: no run file")
+            raise UserError(f"{where}{path} is larger than {_LARGEST_FILE:,} bytes: too large for a run file")
         tree = tomllib.loads(raw.decode("utf-8-sig"))
         flatten(tree)
         return tree
@@ -193,8 +193,8 @@ def _parse(path: Path, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError):
-        # Faults that tomllib does not catch: numbers of thousands of digits, thousands of nested brackets.
-        raise UserError(f"{path}: not TOML that can be read: a number too long, or too deep a nesting") from None
+        # Errors that tomllib does not catch: numbers of thousands of digits, thousands of nested brackets.
+        raise UserError(f"{path}: not readable TOML: a number is too long, or brackets are nested too deeply") from None
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lockstep.core.model.families import FAMILIES, graph_of, traits_of
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition over several fields: `check` takes their values and returns what is wrong, or None."""
+    """A condition over several fields: `check` takes their values and returns the mistake, or None."""
 
     keys: tuple[str, ...]
     check: Callable[..., str | None]
@@ -58,7 +58,7 @@ def _rope_is_stretched_between(factor: float, low: float, high: float) -> str | 
 
 def _kernel_caps(cap: float, kernel: str) -> str | None:
     if cap and ATTENTION_KERNELS[kernel] is not AUTO and not ATTENTION_KERNELS[kernel].written_out:
-        return f"{kernel} knows no cap of scores, and model.attention_cap = {cap:g}; take attention.kernel = 'auto'"
+        return f"{kernel} has no cap of scores, and model.attention_cap = {cap:g}; take attention.kernel = 'auto'"
     return None
 
 
@@ -72,10 +72,10 @@ def _casts_suit_family(casts: str, family: str, window: int) -> str | None:
     if family not in FAMILIES or not read_plan(casts).changed:
         return None
     if window:
-        return "no clean runs of a window under other casts were measured; take 'lockstep'"
+        return "checks have no bounds for a window under other casts; take 'lockstep'"
     if not traits_of(ModelConfig(family=family)).as_llama:
         like = [name for name in FAMILIES if traits_of(ModelConfig(family=name)).as_llama]
-        return f"plans of casts are known for Llama's operations ({', '.join(like)}); take 'lockstep'"
+        return f"plans of casts exist only for Llama's operations ({', '.join(like)}); take 'lockstep'"
     return None
 
 
@@ -85,13 +85,13 @@ def _kv_heads_divide_heads(heads: int, kv_heads: int) -> str | None:
 
 def _batch_divides(batch: int, ranks: int, micro: int) -> str | None:
     if batch % (ranks * micro):
-        return f"{batch} sequences are not divided by ranks × micro_batch_size = {ranks} × {micro}"
+        return f"{batch} sequences are not a multiple of ranks × micro_batch_size = {ranks} × {micro}"
     return None
 
 
 def _reference_on_a_gpu_is_bounded(device: str, budget: float) -> str | None:
     if device == "cuda" and not budget:
-        return "a reference on the trainer's GPU needs parity.device_gb, what checks may take there (lockstep plan)"
+        return "a reference on the trainer's GPU needs parity.device_gb, its limit for checks there (lockstep plan)"
     return None
 
 
@@ -118,10 +118,10 @@ def _decay_is_asked_for(schedule: str, share: float, shape: str) -> str | None:
 def _parts_are_known(text: str, keep_products: bool, every: int) -> str | None:
     parts = listed(text)
     if unknown := [part for part in parts if part not in PARTS]:
-        return f"{', '.join(unknown)}: no part of the model; the parts are {', '.join(PARTS)}"
+        return f"{', '.join(unknown)}: not a part of the model; the parts are {', '.join(PARTS)}"
     inner = [part for part in parts if part in ("norms", "attention", "mlp")]
     if "block" in parts and inner:
-        return f"block covers {', '.join(inner)}: name the one or the others"
+        return f"block includes {', '.join(inner)}: name either block or the others"
     if not parts and keep_products:
         return "nothing is recomputed, so recompute.keep_products has nothing to keep; name the parts"
     if every > 1 and set(parts) <= {"embedding"}:
@@ -131,7 +131,7 @@ def _parts_are_known(text: str, keep_products: bool, every: int) -> str | None:
 
 def _budget_needs_inductor(budget: float, enabled: bool, backend: str) -> str | None:
     if budget < 1 and not (enabled and backend == "inductor"):
-        return f"a memory budget of {budget:g} is the compiler's business: set compile.enabled = true, backend inductor"
+        return f"a memory budget of {budget:g} needs the compiler: set compile.enabled = true, backend inductor"
     return None
 
 
@@ -143,18 +143,18 @@ def _mode_needs_inductor(mode: str, enabled: bool, backend: str) -> str | None:
 
 def _mode_suits_device(mode: str, device: str) -> str | None:
     if mode == "reduce-overhead" and device == "cpu":
-        return "reduce-overhead replays CUDA graphs, and device = cpu has none; use mode default"
+        return "reduce-overhead replays CUDA graphs, which device = cpu does not have; use mode default"
     return None
 
 
 def _mode_is_deterministic(mode: str, deterministic: bool) -> str | None:
     if mode == "max-autotune" and deterministic:
-        return "max-autotune chooses kernels by time, which is never the same; with deterministic = true use default"
+        return "max-autotune chooses kernels by measured time, which varies; with deterministic = true use default"
     return None
 
 
 def _family_is_known(family: str) -> str | None:
-    return None if family in FAMILIES else f"{family!r} is no family of models; the families are {', '.join(FAMILIES)}"
+    return None if family in FAMILIES else f"{family!r} is not a model family; the families are {', '.join(FAMILIES)}"
 
 
 def _fp8_layers_are_there(patterns: str, policy: str, family: str, layers: int) -> str | None:
@@ -178,7 +178,7 @@ def _casts_suit_policy(casts: str, policy: str) -> str | None:
 
 def _casts_suit_head(casts: str, head: str) -> str | None:
     if LOSS_HEADS[head].library and read_plan(casts).rounds("logits"):
-        return f"the head of {head} has casts of its own and shows no logits; take 'chunked', or leave logits = fp32"
+        return f"the head of {head} has casts of its own and exposes no logits; take 'chunked', or leave logits = fp32"
     return None
 
 
@@ -190,13 +190,13 @@ def _groups_have_a_twin(grouped: str, device: str) -> str | None:
 
 def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | None:
     if products == "onednn" and (device != "cpu" or enabled):
-        return "oneDNN makes the products of eager runs on the CPU: set device = cpu and compile.enabled = false"
+        return "oneDNN is for products of eager runs on the CPU: set device = cpu and compile.enabled = false"
     return None
 
 
 def _scale_is_a_power_of_two(scale: float) -> str | None:
     if math.frexp(scale)[0] != 0.5 or scale > 2.0**120:
-        return f"{scale:g} is not a power of two (up to 2^120): every other scale would round the gradients once more"
+        return f"{scale:g} is not a power of two (up to 2^120): any other scale would round the gradients again"
     return None
 
 
@@ -207,7 +207,7 @@ def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
 
 
 def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
-    # Under fp64 no moments are rounded to 8 bits: it is torch's AdamW.
+    # Under fp64 moments are not rounded to 8 bits; the optimizer is torch's AdamW.
     if fused != "auto" and not OPTIMIZERS[name].fused and not POLICIES[policy].exact:
         return f"{name} has one implementation; leave optim.fused = 'auto'"
     return None
@@ -215,7 +215,7 @@ def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
 
 def _head_has_z_loss(head: str, z_loss: float) -> str | None:
     if z_loss and not LOSS_HEADS[head].z_loss:
-        return f"the head of {head} knows no z-loss; take loss.head = 'chunked'"
+        return f"the head of {head} has no z-loss; take loss.head = 'chunked'"
     return None
 
 
@@ -245,7 +245,7 @@ def _sharded_program_is_of_blocks(strategy: str, enabled: bool, scope: str, mode
 
 def _eight_bits_can_be_cut(strategy: str, name: str, eight_bit: str) -> str | None:
     if strategy == "fsdp" and OPTIMIZERS[name].eight_bit and eight_bit == "bitsandbytes":
-        return "bitsandbytes' 8-bit optimizer knows no parts of tensors; take optim.eight_bit = 'torchao'"
+        return "bitsandbytes' 8-bit optimizer cannot update parts of tensors; take optim.eight_bit = 'torchao'"
     return None
 
 
@@ -261,7 +261,7 @@ def _reduction_of_each_is_exact(each: bool, strategy: str, gradient_dtype: str) 
 
 def _waiting_needs_windows(minutes: float, shards: int) -> str | None:
     if minutes and not shards:
-        return "an order of all shards needs all of them; set data.window_shards, so that the first ones are enough"
+        return "an order over all shards needs all of them; set data.window_shards, which needs only the first ones"
     return None
 
 
@@ -311,7 +311,7 @@ RULES = (
 
 
 def broken_rules(flat: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Return (keys, what is wrong) of each rule that does not hold; a rule needs all of its keys."""
+    """Return (keys, message) of each broken rule; a rule is checked only if all of its keys are valid."""
     broken = []
     for rule in RULES:
         if all(key in flat for key in rule.keys):

@@ -70,10 +70,12 @@ class RunConfig(Section):
     )
     seed: Count = Field(0, description="seed of the initial weights")
     initial: Literal["seed", "imported"] = Field(
-        "seed", description="the initial weights: of the seed, or those that `lockstep import` stored in the run"
+        "seed", description="initial weights: drawn from the seed, or those that `lockstep import` stored in the run"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the torch backend runs")
-    deterministic: bool = Field(False, description="the same bits every time: what cannot promise them ends the run")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the torch backend")
+    deterministic: bool = Field(
+        False, description="the same bits every time; an operation that cannot ensure this ends the run"
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

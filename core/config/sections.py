@@ -56,16 +56,17 @@ def listed(text: str) -> list[str]:
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration that refuses keys that it does not know, infinities and NaN."""
+    """A frozen part of the configuration that refuses unknown keys, infinities and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(Section):
-    """Sizes and numbers of the model; its family decides what it is made of (core/model/families)."""
+    """Sizes and numbers of the model; its family defines its operations (core/model/families)."""
 
     family: str = Field(
-        "llama", description="the operations that the model is made of: llama, gpt2, qwen2, qwen3, mistral or gemma2"
+        "llama",
+        description="family, which defines the model's operations: llama, gpt2, qwen2, qwen3, mistral or gemma2",
     )
     vocab_size: Positive = Field(4096, description="rows of the embedding; must cover the tokenizer")
     hidden: Positive = Field(256, description="width of the residual stream")
@@ -77,27 +78,29 @@ class ModelConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="epsilon of the norms")
     rope_theta: Annotated[float, Field(gt=1)] = Field(500_000.0, description="RoPE base frequency")
     rope_factor: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="RoPE's low frequencies are divided by this, as in Llama 3.1; 1 = none is"
+        1.0, description="divisor of RoPE's low frequencies, as in Llama 3.1; 1 = off"
     )
     rope_low: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="with rope_factor: frequencies below this many turns in rope_original tokens are divided whole"
+        1.0, description="with rope_factor: frequencies below this many turns in rope_original tokens are fully divided"
     )
     rope_high: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="with rope_factor: frequencies above this many turns in rope_original tokens stay"
+        4.0, description="with rope_factor: frequencies above this many turns in rope_original tokens are not divided"
     )
-    rope_original: Positive = Field(8192, description="with rope_factor: tokens of the sequences before")
+    rope_original: Positive = Field(
+        8192, description="with rope_factor: sequence length in tokens of the original model"
+    )
     positions: Positive = Field(1024, description="rows of the table of learned positions (gpt2)")
     window: Count = Field(
-        0, description="tokens that a query sees, itself the last (gemma2: in every second block); 0 = all"
+        0, description="number of tokens that a query sees, itself included (gemma2: in every second block); 0 = all"
     )
     attention_scale: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="attention's scores are q·kᵀ times this; 0 = 1/√(width of one head)"
+        0.0, description="factor of q·kᵀ in attention's scores; 0 = 1/√(width of one head)"
     )
     attention_cap: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="attention's scores become cap·tanh(score / cap); 0 = they do not"
+        0.0, description="cap of attention's scores: cap·tanh(score / cap); 0 = off"
     )
     logits_cap: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="logits become cap·tanh(logit / cap); 0 = they do not"
+        0.0, description="cap of the logits: cap·tanh(logit / cap); 0 = off"
     )
     tied: bool = Field(True, description="the head shares the embedding's weights")
     qkv_bias: bool = Field(False, description="biases on the query, key and value projections")
@@ -133,10 +136,12 @@ class DataConfig(Section):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
     on_broken: Literal["error", "skip"] = Field(
         "error",
-        description="a record that is no text (bad JSON, no such key, bytes that are no UTF-8): end, or count it",
+        description="a record without text (bad JSON, missing key, invalid UTF-8): end, or skip and count it",
     )
     duplicates: Literal["keep", "drop"] = Field(
-        "keep", description="documents with the very text of an earlier one: keep or leave out; they are counted anyway"
+        "keep",
+        description="documents with exactly the text of an earlier one: keep or drop them; they are "
+        "counted in both cases",
     )
     max_document_bytes: Count = Field(0, description="longer documents are left out and counted; 0 = no limit")
     seed: Annotated[int, Field(ge=0, lt=2**64)] = Field(0, description="seed of the order of samples")
@@ -145,8 +150,8 @@ class DataConfig(Section):
     )
     window_shards: Count = Field(
         0,
-        description="shards among which blocks are shuffled, window by window in the shards' order, so that training "
-        "can begin before all are there; 0 = all",
+        description="number of consecutive shards within which blocks are shuffled, so that training can begin "
+        "before all are there; 0 = all",
     )
     wait_minutes: Annotated[float, Field(ge=0)] = Field(
         0.0, description="how long to wait for a shard that is being prepared; 0 = the data must be finished"
@@ -173,20 +178,22 @@ class TrainConfig(Section):
     """Length of the run, and how a step's batch is cut into micro-batches."""
 
     steps: Positive = Field(200, description="optimizer steps")
-    batch_size: Positive = Field(16, description="sequences an optimizer step, over all ranks")
+    batch_size: Positive = Field(16, description="sequences per optimizer step, over all ranks")
     micro_batch_size: Positive = Field(16, description="sequences that one rank computes at a time")
     sequence_length: Positive = Field(128, description="tokens a sequence")
     curriculum: Annotated[str, AfterValidator(_is_a_curriculum)] = Field(
         "",
-        description="tokens a sequence by share of the steps, at as many tokens a step (`2048:0.9, 4096:0.1`); "
-        "sequence_length is one of them, and batch_size and micro_batch_size count sequences of that one; empty = no "
-        "other",
+        description="sequence lengths, each with its share of the steps (`2048:0.9, 4096:0.1`); tokens per step "
+        "stay the same. sequence_length must be one of them; batch_size and micro_batch_size count sequences "
+        "of that length. empty = sequence_length alone",
     )
     ranks: Positive = Field(1, description="data-parallel processes")
     on_not_finite: Literal["stop", "skip"] = Field(
-        "stop", description="a step whose loss or gradients are not finite: end the run, or leave it out and count it"
+        "stop", description="a step whose loss or gradients are not finite: end the run, or skip and count the step"
     )
-    skips_in_a_row: Positive = Field(10, description="on_not_finite = skip: so many left out one after another stop it")
+    skips_in_a_row: Positive = Field(
+        10, description="on_not_finite = skip: this many skipped steps in a row end the run"
+    )
 
     @property
     def accumulation(self) -> int:
@@ -216,31 +223,35 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     """Optimizer, schedule (docs/guide/schedules.md), clipping; rate and decay by parameter group (core/model/names.py).
 
-    A group's learning rate is the schedule's times its `…_lr_scale` times what the width and batch rules say.
+    A group's learning rate is the schedule's times its `…_lr_scale` times the factors of the width and batch rules.
     """
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = Field(
         "adamw", description="AdamW; AdamW with 8-bit moments; Muon for the matrices and AdamW for the rest"
     )
-    eight_bit: Literal["torchao", "bitsandbytes"] = Field("torchao", description="adamw8bit: whose 8-bit optimizer")
+    eight_bit: Literal["torchao", "bitsandbytes"] = Field(
+        "torchao", description="adamw8bit: library of the 8-bit optimizer"
+    )
     fused: bool | Literal["auto"] = Field(
-        "auto", description="AdamW in one kernel, or a list operation at a time; auto: one kernel"
+        "auto", description="AdamW in one kernel, or one list operation at a time; auto: one kernel"
     )
     peak_lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="learning rate at the end of the warm-up")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate / peak")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="final learning rate / peak")
     warmup_steps: Count = Field(20, description="steps of linear warm-up")
     schedule: Literal["cosine", "wsd", "linear"] = Field(
-        "cosine", description="after the warm-up: half a cosine; stable, then a decay; a straight line"
+        "cosine", description="learning rate after the warm-up: half a cosine; constant, then a decay; linear"
     )
-    decay_share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: share of the steps that decays")
-    decay_shape: Literal["linear", "sqrt"] = Field("sqrt", description="wsd: a straight line, or 1 − √(share done)")
+    decay_share: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="wsd: share of the steps with a decay")
+    decay_shape: Literal["linear", "sqrt"] = Field("sqrt", description="wsd: linear, or 1 − √(share done)")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="decay of the second moment")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to √v̂")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="of the group `matrices`")
-    embedding_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the embedding, tied head or not")
-    head_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of an untied head")
-    gains_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of the norms' gains")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="weight decay of the group `matrices`")
+    embedding_weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight decay of the embedding, also if it is the head"
+    )
+    head_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="weight decay of an untied head")
+    gains_weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="weight decay of the norms' gains")
     matrices_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the matrices / lr")
     embedding_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of the embedding / lr")
     head_lr_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="learning rate of an untied head / lr")
@@ -266,22 +277,27 @@ class PrecisionConfig(Section):
 
     policy: Annotated[str, OneOf(POLICIES)] = Field(
         "bf16",
-        description="operands of the matrix products; fp64, fp32: no casts; fp8: bf16 but for the block linears",
+        description="format of the matrix products' operands; fp64, fp32: no casts; fp8: bf16 except in the block "
+        "linears",
     )
     casts: Annotated[str, BeforeValidator(canonical)] = Field(
         "lockstep",
-        description="what else is rounded to the operands' format: lockstep: nothing; autocast: what torch.autocast "
-        "rounds; or choices, as `residual=bf16, logits=bf16` (docs/guide/casts.md)",
+        description="other values rounded to the operands' format: lockstep: none; autocast: those of "
+        "torch.autocast; or choices such as `residual=bf16, logits=bf16` (docs/guide/casts.md)",
     )
     cpu_products: Literal["auto", "blas", "onednn"] = Field(
         "auto",
-        description="FP32 products on the CPU in eager: of torch's BLAS, or of oneDNN, which sums in another order; "
-        "auto: oneDNN's under fp32 and tf32 on x86 processors that are not Intel's",
+        description="library of eager FP32 products on the CPU: torch's BLAS, or oneDNN, which sums in another "
+        "order; auto: oneDNN under fp32 and tf32 on x86 processors not made by Intel",
     )
-    fp8_layers: str = Field("blocks.*", description="block linears in FP8, by name: patterns, separated by commas")
-    fp8_fast_accumulation: bool = Field(True, description="FP8 on Hopper: the output's sums in its short accumulator")
-    fp8_history: Positive = Field(16, description="fp8_delayed: steps before, whose largest numbers make the scales")
-    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: the first loss scale, a power of two")
+    fp8_layers: str = Field("blocks.*", description="names of block linears in FP8: patterns, separated by commas")
+    fp8_fast_accumulation: bool = Field(
+        True, description="FP8 on Hopper: sum the output in the tensor cores' short accumulator"
+    )
+    fp8_history: Positive = Field(
+        16, description="fp8_delayed: number of earlier steps whose largest magnitudes set the scales"
+    )
+    loss_scale: Annotated[float, Field(gt=0)] = Field(65536.0, description="fp16: initial loss scale, a power of two")
     loss_scale_interval: Positive = Field(2000, description="fp16: finite steps after which the loss scale doubles")
 
     @property
@@ -329,13 +345,11 @@ class LossConfig(Section):
 
     head: Annotated[str, OneOf(LOSS_HEADS)] = Field(
         "chunked",
-        description="whole logits at once; so many tokens' at a time, gradients made in the forward pass, by generated "
-        "kernels or by one of Triton's (CUDA); or the head of torch (2.13), liger-kernel or cut-cross-entropy, without "
-        "logits (docs/results/library_heads.md)",
+        description="loss head: full: all logits at once; chunked, one_kernel: chunk by chunk with gradients in "
+        "the forward pass, by generated kernels or one Triton kernel (CUDA); torch (2.13), liger, cce: the "
+        "library's head, which exposes no logits (docs/results/library_heads.md)",
     )
-    chunk: Positive = Field(
-        4096, description="tokens of a chunk; liger and cce train with their own, and every head evaluates with this"
-    )
+    chunk: Positive = Field(4096, description="tokens per chunk; liger and cce use it only in evaluation")
     z_loss: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of logsumexp(logits)² in each token's loss (Chowdhery et al. 2022)"
     )
@@ -355,14 +369,14 @@ class AttentionConfig(Section):
     """Attention's kernel, and what a token may see."""
 
     kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
-        "auto", description="which kernel; auto: math or flash on CPU, by length and precision; cuDNN's on CUDA"
+        "auto", description="attention kernel; auto: on the CPU math or flash, by length and precision; on CUDA cuDNN's"
     )
     grouped: Literal["copies", "kernel"] = Field(
         "copies",
-        description="grouped queries: each gets a copy of its key and value, or the kernel knows of groups and sums "
-        "their gradients (torch's enable_gqa, on the CPU)",
+        description="grouped queries: copy the keys and values for each query, or let the kernel handle groups "
+        "and sum their gradients (torch's enable_gqa, on the CPU)",
     )
-    document_mask: bool = Field(False, description="tokens see their own document only")
+    document_mask: bool = Field(False, description="tokens attend only to their own document")
     reset_positions: bool = Field(False, description="positions count from 0 in each document")
 
     @property
@@ -372,24 +386,26 @@ class AttentionConfig(Section):
 
     @property
     def needs_documents(self) -> bool:
-        """Return whether a batch must say which document each token belongs to."""
+        """Return whether a batch must hold the document of each token."""
         return self.document_mask or self.reset_positions
 
 
-# Parts of the model that the backward pass may compute again.
+# Parts of the model that the backward pass may recompute.
 PARTS = ("embedding", "norms", "attention", "mlp", "block")
 
 
 class RecomputeConfig(Section):
-    """Activation checkpointing: what the backward pass computes again instead of keeping it."""
+    """Activation checkpointing: the parts that the backward pass recomputes instead of keeping them."""
 
     parts: str = Field(
-        "", description="of embedding, norms, attention, mlp, block; separated by commas; empty = keep everything"
+        "",
+        description="parts to recompute: embedding, norms, attention, mlp, block; separated by commas; empty "
+        "= keep everything",
     )
-    every: Positive = Field(1, description="in every so-manieth block")
-    keep_products: bool = Field(False, description="what matrix products gave is kept all the same (selective)")
+    every: Positive = Field(1, description="recompute only every N-th block")
+    keep_products: bool = Field(False, description="keep the results of matrix products (selective checkpointing)")
     memory_budget: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="share of the activations that the compiler may keep; 1 = its own choice"
+        1.0, description="share of the activations that the compiler may keep; 1 = the compiler's own choice"
     )
 
     @property
@@ -401,9 +417,11 @@ class RecomputeConfig(Section):
 class CompileConfig(Section):
     """torch.compile of the forward and backward pass, fullgraph."""
 
-    enabled: bool = Field(True, description="compile; off = eager")
+    enabled: bool = Field(True, description="compile the step; off = eager")
     backend: Literal["inductor", "aot_eager"] = Field("inductor", description="aot_eager traces but generates no code")
-    scope: Literal["model", "blocks"] = Field("model", description="one program, or one for all blocks and one a rest")
+    scope: Literal["model", "blocks"] = Field(
+        "model", description="model: one program; blocks: one program for all blocks, and one for each other part"
+    )
     mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
         "default", description="reduce-overhead: CUDA graphs; max-autotune: with kernels tried out"
     )
@@ -413,22 +431,24 @@ class ParallelConfig(Section):
     """Data parallel training over `train.ranks` processes (torchrun)."""
 
     strategy: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="whole weights on every rank, or weights, gradients and moments cut over ranks (FSDP2)"
+        "ddp",
+        description="ddp: whole weights on every rank; fsdp: weights, gradients and moments sharded over ranks (FSDP2)",
     )
     reshard_after_forward: bool = Field(
         True, description="fsdp: a block's gathered weights are freed after its forward pass, and gathered again"
     )
     reduce_every_micro_batch: bool = Field(
-        False, description="fsdp: gradients are summed after each micro-batch, and no rank keeps whole ones; off: once"
+        False,
+        description="fsdp: sum gradients after each micro-batch, so that no rank keeps whole ones; off: once a step",
     )
     gradient_dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="in which gradients are summed over ranks"
+        "fp32", description="format in which gradients are summed over ranks"
     )
     bucket_mb: Positive = Field(
-        25, description="ddp: gradients that are reduced together, in MB; compiled programs are cut there"
+        25, description="ddp: MB of gradients that are reduced together; compiled programs are split there"
     )
     timeout_seconds: Positive = Field(
-        600, description="a rank that keeps the others waiting for so long is given up; programs are compiled in it"
+        600, description="time after which a rank that blocks the others counts as lost; compilation must fit into it"
     )
 
 
@@ -443,48 +463,51 @@ class CheckpointConfig(Section):
     """Checkpoints: always at the end, on Ctrl-C and SIGTERM, and at these intervals."""
 
     every: Interval = 0
-    keep: Positive = Field(2, description="last checkpoints that are kept")
-    keep_every: Interval = Field(0, description="of these steps' multiples all are kept; 0 = none")
-    best: bool = Field(True, description="write and keep that of the lowest validation loss")
+    keep: Positive = Field(2, description="number of latest checkpoints to keep")
+    keep_every: Interval = Field(0, description="keep all checkpoints at multiples of this many steps; 0 = none")
+    best: bool = Field(True, description="write and keep the checkpoint with the lowest validation loss")
 
 
 class ParityConfig(Section):
     """Checks against the reference during training (`lockstep train --parity.every N`)."""
 
     every: Interval = 0
-    queue: Positive = Field(2, description="checks that may wait for the reference; more are skipped and counted")
+    queue: Positive = Field(
+        2, description="most checks that may wait for the reference; further ones are skipped and counted"
+    )
     record_every: Interval = Field(
-        0, description="sketches of a step's own gradients kept for `lockstep replay`, without another pass"
+        0, description="keep sketches of a step's own gradients for `lockstep replay`, without another pass"
     )
     record_taps_every: Interval = Field(
         0,
-        description="sketches of a micro-batch's taps and their gradients kept too: a second forward and backward pass",
+        description="also keep sketches of a micro-batch's taps and their gradients, by a second forward and "
+        "backward pass",
     )
     timeout_seconds: Positive = Field(
-        1800, description="a reference that gives nothing for so long, with a check to judge, is ended"
+        1800, description="time without a result after which a reference with a check to judge is ended"
     )
     reference_device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="where the reference computes (JAX); cuda: on the trainer's GPU, within device_gb"
+        "cpu", description="device of the JAX reference; cuda: the trainer's GPU, within device_gb"
     )
     reference_devices: Positive = Field(
-        1, description="devices of the reference: sequences, weights and moments are cut over them (JAX)"
+        1, description="number of devices of the JAX reference; sequences, weights and moments are sharded over them"
     )
     update: Annotated[int | Literal["all"], AfterValidator(_is_positive)] = Field(
-        "all", description="elements of each tensor whose moments and update a check judges; others in other checks"
+        "all", description="elements of each tensor whose moments and update a check judges; each check judges others"
     )
     disk_gb: Gigabytes = Field(
         0.0,
-        description="GB (10^9) of evidence on the disk; fewer checks wait where it ends; 0 = no bound",
+        description="most GB (10^9) of evidence on the disk, which limits the waiting checks; 0 = no limit",
     )
     memory_gb: Gigabytes = Field(
-        0.0, description="GB (10^9) of host memory that a check may take beside the candidate's own; 0 = no bound"
+        0.0, description="most GB (10^9) of host memory that a check may take besides the candidate's own; 0 = no limit"
     )
     device_gb: Gigabytes = Field(
         0.0,
-        description="GB (10^9) of the GPU for a compiled model's taps and a reference there; 0 = no bound",
+        description="most GB (10^9) of GPU memory for a compiled model's taps and a reference there; 0 = no limit",
     )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
-        "log", description="after a check that disagreed: go on, stop, or stop at the last checkpoint before it"
+        "log", description="after a check that disagreed: continue, stop, or stop at the last checkpoint before it"
     )
 
     @property
@@ -498,21 +521,24 @@ class ParityConfig(Section):
 
 
 class LogConfig(Section):
-    """Values that cost something, each at its own interval, and where records go."""
+    """Metrics that cost time, each at its own interval, and the destinations of records."""
 
     norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
     memory_every: Interval = Field(10, description="memory in use, and its peak")
     fp32_loss_every: Interval = Field(50, description="cross-entropy recomputed in FP32 from FP32 weights on a slice")
-    fp32_loss_sequences: Positive = Field(8, description="sequences of train.sequence_length in that slice")
+    fp32_loss_sequences: Positive = Field(
+        8, description="sequences of train.sequence_length in the slice of fp32_loss_every"
+    )
     attention_logits_every: Interval = Field(50, description="largest attention logit of each layer on a slice")
-    attention_logits_sequences: Positive = Field(2, description="sequences in that slice")
+    attention_logits_sequences: Positive = Field(2, description="sequences in the slice of attention_logits_every")
     spike_sigma: Annotated[float, Field(ge=0)] = Field(
         6.0,
-        description="a loss so many deviations above the last ones has its batch kept (docs/guide/seeing.md); 0 = off",
+        description="keep the batch of a loss this many deviations above the recent ones (docs/guide/seeing.md); "
+        "0 = off",
     )
-    sample_every: Interval = Field(0, description="a text sample from the prompt")
+    sample_every: Interval = Field(0, description="write a text sample from the prompt")
     sample_prompt: str = Field("The meaning of life is ", description="prompt of the sample")
-    sample_tokens: Positive = Field(50, description="tokens of the sample")
+    sample_tokens: Positive = Field(50, description="tokens of a sample")
     nvtx: bool = Field(False, description="NVTX ranges around the parts of a step, for Nsight Systems (torch on CUDA)")
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
     wandb_project: str = Field("lockstep", description="project of Weights & Biases")

@@ -35,7 +35,10 @@ WRONG = [
     ("--model.heads 16 --model.kv-heads 3", "command line: model.heads: 3 KV heads do not divide 16 query heads"),
     ("--model.hidden 66", "command line: model.hidden: 4 heads do not divide hidden = 66"),
     ("--model.hidden 68", "a head dimension of 17 is odd"),
-    ("--train.batch-size 3", "command line: train.batch_size: 3 sequences are not divided by ranks × micro_batch_size"),
+    (
+        "--train.batch-size 3",
+        "command line: train.batch_size: 3 sequences are not a multiple of ranks × micro_batch_size",
+    ),
     ("--optim.warmup-steps 12", "12 warm-up steps do not fit in 12 steps"),
     ("--train.sequence-length 10000000", "fewer than one sequence of 10000000 and its target"),
     ("--model.vocab-size 299", "model.vocab_size = 299 does not cover the tokenizer of"),

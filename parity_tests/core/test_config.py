@@ -98,7 +98,7 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[train]\ncurriculum = "128"', "'128' is not LENGTH:SHARE, such as 2048:0.9"),
         ('[train]\ncurriculum = "128:1e9"', "'128:1e9' is not LENGTH:SHARE, such as 2048:0.9"),
         ('[train]\ncurriculum = "128:0.9, 256:0.2"', "the shares add up to 1.1, not to 1"),
-        ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' is a share of no steps"),
+        ('[train]\ncurriculum = "128:1, 256:0"', "'256:0' has a share of zero steps"),
         ('[data]\nmixture = "a:0, b:0"', "the weights add up to zero"),
         ('[data]\nmixture = "a:-1, b:2"', "a has the weight -1; a weight is zero or more"),
         ('[data]\nmixture = "a:nan"', "a has the weight 'nan'; a weight is a number such as 0.7, 3 or 1/3"),
@@ -107,7 +107,7 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[precision]\npolicy = "fp8"', "'fp8_rowwise' or 'fp8_delayed'"),
         (
             'name = "../up"',
-            "name = '../up': must begin with a letter from A to Z or a digit; after it, '.', '_' and '-'",
+            "name = '../up': must begin with a letter from A to Z or a digit; '.', '_' and '-' are",
         ),
         ('name = ""', "must begin with a letter"),
         ('name = "Ünï"', "must begin with a letter"),

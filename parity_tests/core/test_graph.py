@@ -299,7 +299,7 @@ def test_a_made_up_loss_head_is_a_setting_with_its_rules(apple: RunConfig) -> No
     assert apple.loss.of_library and not apple.loss.chosen.whole
     assert apple.loss.chosen.in_force(4096, 0.5) == "Apple's, by 4,096, z-loss 0.5"
     for section, values, said in (
-        ("loss", {"head": "apple", "z_loss": 1e-4}, "the head of apple knows no z-loss"),
+        ("loss", {"head": "apple", "z_loss": 1e-4}, "the head of apple has no z-loss"),
         ("precision", {"policy": "fp16"}, "Apple's computes in bf16, not under fp16; take 'chunked'"),
         ("compile", {"scope": "model"}, "cannot be part of one compiled program"),
     ):

@@ -32,6 +32,7 @@ def test_the_page_of_settings_is_what_the_configuration_says() -> None:
     assert written == settings_page.page()
     for key in settings():
         assert f"| `{key.rpartition('.')[2]}` |" in written
+    assert "| fp16: initial loss scale" in written and "| Tokens per chunk" in written  # a value keeps its case
 
 
 def test_the_page_of_calibration_is_that_of_the_table_in_force() -> None:

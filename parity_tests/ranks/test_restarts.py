@@ -182,7 +182,7 @@ def test_fewer_ranks_go_on_if_the_batch_divides(
     monkeypatch.setenv("RANK", "0")
     arguments = ["train", str(run_file), "--train.ranks", "2", *SETTINGS]
     assert cli.run(arguments) == 2
-    assert "8 sequences are not divided by ranks × micro_batch_size = 3 × 2" in capsys.readouterr().err
+    assert "8 sequences are not a multiple of ranks × micro_batch_size = 3 × 2" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert cli.run(arguments) == 0
     info = RunDir.open(run).info

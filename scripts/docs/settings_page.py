@@ -65,7 +65,9 @@ def _about(section: str) -> str:
 
 def _meaning(field: FieldInfo) -> str:
     text = field.description or ""
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+    # A name of a setting's value, as in "fp16: …", keeps its case.
+    first = text if text.split(" ")[0].endswith(":") else text[:1].upper() + text[1:]
+    return f"{first}." if text else ""
 
 
 def _default(field: FieldInfo) -> str:
