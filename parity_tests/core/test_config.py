@@ -306,7 +306,7 @@ def test_a_broken_rule_blames_what_was_set(write, keys, overrides):
 def test_settings_that_clash_are_blamed_on_the_place_that_came_last(write):
     base = write("[train]\nbatch_size = 4", "base.toml")
     (line,) = complaints(base, {"train.micro_batch_size": "3"})
-    assert line.startswith("command line: train.micro_batch_size: 4 sequences are not divided")
+    assert line.startswith("command line: train.micro_batch_size: 4 sequences are not a multiple")
     path = write('base = "base.toml"\n[train]\nmicro_batch_size = 3', "run.toml")
     (line,) = complaints(path)
     assert line.startswith(f"{path}: train.micro_batch_size: ")
