@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import pytest
 from lockstep.core.components.choice import OneOf
 from lockstep.core.config.file import settings
 from lockstep.parity_tests.cli.conftest import Lockstep
-from lockstep.scripts.cli import COMMANDS
+from lockstep.scripts.cli import COMMANDS, run
 from lockstep.scripts.shared.examples import EXAMPLES, examples_of
 
 # By default there is something to say of each; `every` of a section is explained by the section.
@@ -114,6 +118,66 @@ def test_no_line_of_help_is_wider_than_a_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     done = lockstep(*command.split(), page)
     assert done.code == 0 and [line for line in done.out.splitlines() if len(line) > width] == []
+
+
+class Terminal(io.StringIO):
+    """A stdout for which tyro uses colours and draws boxes."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def lines(self) -> list[str]:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue()).splitlines()
+
+
+@pytest.fixture
+def help_in_colours(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Terminal]:
+    """`help_in_colours(command, width)` → the terminal with the page of help."""
+
+    def call(command: str, width: int) -> Terminal:
+        terminal = Terminal()
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with pytest.raises(SystemExit):
+            run([*command.split(), "--help"])
+        return terminal
+
+    return call
+
+
+def too_early(lines: list[str]) -> list[str]:
+    """Lines of a box that end before they are full: the next line of the text begins with a word that had room."""
+    found = []
+    for line, following in itertools.pairwise(lines):
+        if line[:1] == following[:1] == "│" and following[1:4].isspace():
+            words, room = following.strip("│").split(), len(line) - 3 - len(line.rstrip("│ "))
+            column = len(following) - len(following[1:].lstrip())
+            if words and line[column - 2 : column].isspace() and line[column:].strip("│ ") and len(words[0]) < room:
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal_and_fills_its_lines(
+    help_in_colours: Callable[[str, int], Terminal], command: str, width: int
+) -> None:
+    """Colours are no columns, the source's line breaks do not show, no line of a box and no default is empty."""
+    terminal = help_in_colours(command, width)
+    lines = terminal.lines
+    assert "\x1b[" in terminal.getvalue() and [line for line in lines if len(line) > width] == []
+    assert any(line.startswith("│ -h, --help ") for line in lines) and too_early(lines) == []
+    assert [line for line in lines if re.fullmatch("│ +│", line) or "(default: )" in line] == []
+
+
+def test_a_line_that_ends_too_early_is_seen() -> None:
+    early = "│ --where KEY   a;         │"
+    rest = ["│               may come   │", "│ --more        twice      │"]
+    assert too_early([early, *rest]) == [early]
+    assert too_early([early.replace("a;     ", "a figure;")[: len(early) - 3] + "  │", *rest]) == []
 
 
 @pytest.mark.parametrize("command", ["train", "parity"])

@@ -71,7 +71,7 @@ def test_each_required_package_has_a_tested_version():
 
 
 # Loaded by the backend that a command opens first, or imported with the command itself.
-AT_THE_START = {"flax", "jax", "numpy", "optax", "pydantic", "torch", "torchao", "tyro"}
+AT_THE_START = {"docstring_parser", "flax", "jax", "numpy", "optax", "pydantic", "torch", "torchao", "tyro"}
 # Looked for where a source has parquet in it, and where a session of JAX is to write checkpoints.
 ELSEWHERE = {"pyarrow", "orbax"}
 # In the modules that a command imports, for work that it does not do: writing a run file, reading a checkpoint, listing

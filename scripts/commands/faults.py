@@ -35,11 +35,11 @@ class Faults:
     Ends 0 if every fault was found in time and named as expected, 1 otherwise, 2 if it could not run.
     """
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
     """faults to plant; without a name, all that the recipe allows"""
     config: Annotated[Path, tyro.conf.arg(help_behavior_hint="(default: quickstart.toml)")] = QUICKSTART
     """run file (TOML) of the trainer in which the faults are planted"""
-    recipe: tuple[str, ...] = ("bf16/eager",)
+    recipe: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE…")] = ("bf16/eager",)
     """precision policy / eager or compiled, one or more"""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: not written)")] = None
     """file for the scoreboard as JSON, written after every fault"""

@@ -31,7 +31,7 @@ class Museum:
     if one could not run.
     """
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]")] = ()
     """exhibits to run"""
     all: bool = False
     """run every exhibit"""

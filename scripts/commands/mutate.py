@@ -52,7 +52,7 @@ class Mutate:
     """number of mutants to draw; a larger draw begins with the same mutants"""
     draw_seed: int = 20261124
     """seed of the draw"""
-    only: tuple[str, ...] = ()
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ID…")] = ()
     """ids of the mutants to run instead"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: not written)")] = None
     """folder for a line per mutant, and for a page and a picture of all recipes"""

@@ -49,8 +49,8 @@ class Runs:
         tyro.conf.UseAppendAction,
         tyro.conf.arg(metavar="KEY>VALUE", help_behavior_hint="(default: all runs)"),
     ] = ()
-    """condition on a figure or a setting, such as 'optim.peak-lr>1e-3' or state=running, with one of = != < <= > >=;
-    may be given several times"""
+    """condition with = != < <= > or >= on a figure or a setting, such as 'optim.peak-lr>1e-3' or state=running; may be
+    given several times"""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(default: each other)")] = None
     """path or name of a listed run; the others' settings are compared with its settings"""
     branches: bool = False

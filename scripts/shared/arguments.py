@@ -15,11 +15,12 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import docstring_parser
 import tyro
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -157,7 +158,10 @@ def _without_value(argv: list[str], command: type) -> str | None:
 def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
     """Return the command's dataclass with its options as text, and a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
-    own = [_as_text(field, hints[field.name]) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
+    texts = {
+        one.arg_name: one_line_each(one.description or "") for one in docstring_parser.parse_from_object(command).params
+    }
+    own = [_as_text(field, hints[field.name], texts) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
     sections: dict[str, list[Any]] = {}
     for key, field in settings().items() if with_settings else ():
         section, _, last = key.rpartition(".")
@@ -168,7 +172,6 @@ def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
         group = dataclasses.make_dataclass(section.capitalize(), flags)
         group.__doc__ = inspect.getdoc(RunConfig.model_fields[section].annotation)
         groups.append((section, group, dataclasses.field(default_factory=group)))
-    # A base, so that tyro finds the options' docstrings.
     return dataclasses.make_dataclass(command.__name__, [*own, *groups], bases=(command,))
 
 
@@ -177,13 +180,17 @@ def _is_text(field: dataclasses.Field[Any]) -> bool:
     return not isinstance(field.default, bool | tuple)
 
 
-def _as_text(field: dataclasses.Field[Any], hint: Any) -> Any:
+def _as_text(field: dataclasses.Field[Any], hint: Any, texts: Mapping[str, str]) -> Any:
+    """Return a field of text. texts: the options' descriptions; tyro itself keeps line breaks of the source."""
+    described = tyro.conf.arg(help=texts.get(field.name))
     if not _is_text(field):
-        return (field.name, hint, dataclasses.field(default=field.default))
+        # A switch that is off, or a list that is empty: the text describes it.
+        quiet = () if field.default else (tyro.conf.arg(help_behavior_hint=""),)
+        return (field.name, Annotated[(hint, described, *quiet)], dataclasses.field(default=field.default))
     kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     default = "(required)" if field.default is dataclasses.MISSING else f"(default: {field.default})"
     plain = tyro.conf.arg(metavar=_words(kind), help_behavior_hint=default)
-    text: Any = Annotated[(str, plain, *about)]
+    text: Any = Annotated[(str, plain, described, *about)]
     return (field.name, text, dataclasses.field(default=_ABSENT))
 
 

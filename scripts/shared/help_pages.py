@@ -15,6 +15,7 @@ NARROWEST, WIDEST = 40, 80
 # A terminal's colours, and the first characters of a box, which tyro draws or, without box characters, indents.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BEGINS_A_BOX = re.compile(r"╭| (positional arguments|options|[a-z]+ options) *$")
+_EMPTY_IN_A_BOX = re.compile("│ +│$")
 
 
 def paragraph_width() -> int:
@@ -49,10 +50,12 @@ class HelpPage(io.StringIO):
         examples: commands, each with its effect; they stand before the first box. last: a paragraph at the end.
         """
         width = paragraph_width()
-        lines = self.getvalue().splitlines()
+        lines = [line for line in self.getvalue().splitlines() if not _EMPTY_IN_A_BOX.match(_COLOURS.sub("", line))]
         first = next((n for n, line in enumerate(lines) if _BEGINS_A_BOX.match(_COLOURS.sub("", line))), len(lines))
         lines[first:first] = example_lines(examples, width)
-        page = [wrapped(line, width) if line[:1].isalpha() else line for line in lines]
+        # Colours of a paragraph, as of `usage:`, would count as columns.
+        plain = [_COLOURS.sub("", line) for line in lines]
+        page = [wrapped(text, width) if text[:1].isalpha() else line for text, line in zip(plain, lines, strict=True)]
         return "".join(f"{line}\n" for line in [*page, *([wrapped(last, width)] if last else [])])
 
 
