@@ -1,32 +1,42 @@
-"""The summary of a profile in words: Markdown, which the console shows as it is."""
+"""The summary of a profile in words: Markdown for a file, and lines that fit a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.core.sinks.tables import stacked
+
 # Characters of a kernel's name.
 NAME = 70
 LEAST_SHARE = 0.001
 
 
-def page(title: str, found: Mapping[str, Any]) -> str:
-    """Write the summary of core/profile/summary.py, with the additions of scripts/commands/profile.py, as Markdown."""
+def page(title: str, found: Mapping[str, Any], width: int | None = None) -> str:
+    """Write the summary of core/profile/summary.py, with the additions of scripts/commands/profile.py, as Markdown.
+
+    width: columns of a terminal, on which the rows of a wider table stand below each other; None for a file.
+    """
+
+    def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+        lines = _table(headers, rows)
+        return lines if width is None or len(lines[0]) <= width else stacked("", headers, rows, width)[1:]
+
     step = found["profiled_seconds"]
     lines = [f"# {title}", "", *_facts(found), "", f"## Where {seconds(step)} of a recorded step go", ""]
     if found["gpu"]:
-        lines += _table(("", "a step", "share"), _device_rows(found["gpu"], step))
+        lines += table(("", "a step", "share"), _device_rows(found["gpu"], step))
         lines += ["", *_gpu_words(found["gpu"]), "", "## By kind (streams run beside each other)", ""]
-        lines += _table(("kind", "a step", "share"), _rows(found["by_kind"], step))
+        lines += table(("kind", "a step", "share"), _rows(found["by_kind"], step))
     else:
-        lines += _table(("operators", "a step", "share"), _rows(found["by_kind"], step))
-        lines += ["", "No GPU: there are no launches, no graphs and no gaps between kernels to speak of."]
+        lines += table(("operators", "a step", "share"), _rows(found["by_kind"], step))
+        lines += ["", "No GPU, so no launches, CUDA graphs or gaps between kernels."]
     if found["parts"]:
         lines += ["", "## By part of the step (time of the program)", ""]
-        lines += _table(("part", "a step", "share"), _rows(found["parts"], step))
-    what = "kernels and copies" if found["gpu"] else "operators, by the time that is their own"
+        lines += table(("part", "a step", "share"), _rows(found["parts"], step))
+    what = "kernels and copies" if found["gpu"] else "operators, by their own time"
     lines += ["", f"## The longest {what}", ""]
-    lines += _table(("name", "kind", "part", "calls", "a step", "share"), [_top(row) for row in found["top"]])
+    lines += table(("name", "kind", "part", "calls", "a step", "share"), [_top(row) for row in found["top"]])
     return "\n".join([*lines, ""])
 
 
@@ -53,8 +63,8 @@ def _facts(found: Mapping[str, Any]) -> list[str]:
         products = sum(found["by_kind"].get(kind, 0.0) for kind in ("product", "attention"))
         lines.append(
             f"- floor: {seconds(floor)} (FLOPs at the measured rate of a large product + the optimizer's bytes at the "
-            f"measured bandwidth); a step takes {found['step_seconds'] / floor:.3g} times as long, products and "
-            f"attention as far as the trace names them {products / floor:.3g} times"
+            f"measured bandwidth); a step takes {found['step_seconds'] / floor:.3g} times as long, its products and "
+            f"attention alone {products / floor:.3g} times"
         )
     return lines
 
@@ -64,7 +74,7 @@ def _device_rows(gpu: Mapping[str, Any], step: float) -> list[list[str]]:
         "computing": gpu["compute_seconds"],
         "communication that no kernel hides": gpu["exposed_communication_seconds"],
         "copies that nothing hides": gpu["exposed_copy_seconds"],
-        "standing still": gpu["idle_seconds"],
+        "idle": gpu["idle_seconds"],
     }
     return [[name, seconds(value), _share(value, step)] for name, value in rows.items()]
 

@@ -84,6 +84,11 @@ def _print(text: str, stream: TextIO) -> None:
     print(text, file=stream, flush=True)
 
 
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of a terminal; None for a file or a pipe."""
+    return _columns(stream) if stream.isatty() else None
+
+
 def _columns(stream: TextIO) -> int:
     """Return the columns of a terminal; COLUMNS sets another number, as for the rest of the output."""
     try:

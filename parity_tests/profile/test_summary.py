@@ -175,7 +175,7 @@ def test_the_words():
         "22.7 % of their time out of CUDA graphs",
         "communication: 30 µs, of which 15 µs beside no other kernel",
         "gaps between kernels: 2 up to 10 µs (16 µs)",
-        "| standing still",
+        "| idle",
     ):
         assert said in text, said
 

@@ -14,12 +14,13 @@ import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.core.run.launch import launched
+from lockstep.core.sinks.lines import tell
 from lockstep.scripts.shared.arguments import check_file, parse
 from lockstep.scripts.shared.installation import shipped_config
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import on_every_rank, ranks_of_launch, start_ranks
 from lockstep.scripts.shared.planting import chosen, configured, run
-from lockstep.scripts.shared.scoreboard import HONEST, Row, in_words, print_row, read, totals, write
+from lockstep.scripts.shared.scoreboard import HONEST, Row, in_words, print_head, print_row, read, totals, write
 
 if TYPE_CHECKING:
     from lockstep.core.config.schema import RunConfig
@@ -99,11 +100,7 @@ def main(argv: list[str]) -> int:
     mark = stamp(configs[0].model_copy(update={"precision": None, "compile": None}), options.causes)
     kept = read(options.json, mark) if options.resume and options.json else []
     console = open_console()
-    console.print(
-        f"{'fault':<29} {'planted in':<25} {'found':<8}  {'named':<25} {'rank':<5} {'loss moved':>9}",
-        style="bold",
-        soft_wrap=True,
-    )
+    print_head(console)
     rows: list[Row] = []
 
     def data(config: RunConfig) -> RunData:
@@ -132,9 +129,7 @@ def main(argv: list[str]) -> int:
             if options.json and ranks.rank == 0:
                 write(options.json, rows, mark)
     for recipe in options.recipe:
-        console.print(
-            f"{recipe}: {in_words(totals([r for r in rows if r.recipe == recipe]))}", style="bold", soft_wrap=True
-        )
+        tell(console, f"{recipe}: {in_words(totals([r for r in rows if r.recipe == recipe]))}", "bold")
     return int(any(row.broken_promises for row in rows))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import wrapped
 from lockstep.scripts.shared.arguments import check_file, parse
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 NAME, VERSION, SAID = 23, 22, 12
+# Most lines of a finding.
+MOST = 6
 
 
 @dataclass
@@ -68,7 +70,7 @@ def list_them(them: Sequence[Exhibit]) -> int:
     """Print every exhibit with its version and title."""
     for one in them:
         print(f"{one.name:<{NAME}} {one.version('shipped'):<{VERSION}} {'unfixed' if one.unfixed else ''}".rstrip())
-        print(textwrap.fill(one.title, WIDTH, initial_indent="  ", subsequent_indent="  "))
+        print(wrapped(one.title, WIDTH, "  "))
     print(f"{len(them)} exhibits; lockstep museum NAME… or --all runs them")
     return 0
 
@@ -83,7 +85,7 @@ def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: P
     from lockstep.scripts.museum import environments as packages
     from lockstep.scripts.museum.run import missing, run_exhibit
 
-    print(f"{'exhibit':<{NAME}} {'version':<{VERSION}} {'said':<{SAID}} {'fixed':<{SAID}} caught")
+    print(f"{'exhibit':<{NAME}} {'version':<{VERSION}} {'with bug':<{SAID}} {'fixed':<{SAID}} caught")
     unexpected = failed = 0
     for exhibit in them:
         try:
@@ -98,7 +100,7 @@ def run_them(them: Sequence[Exhibit], environments: Path, install: bool, file: P
         except UserError as error:
             failed += 1
             for line in error.lines:
-                print(textwrap.fill(f"could not run: {line}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+                print(wrapped(f"could not run: {line}", WIDTH, hang=2))
             continue
         unexpected += not told.as_expected
         print_told(told)
@@ -116,12 +118,10 @@ def print_told(told: Told) -> None:
     print(f"{row} {'yes' if told.caught else 'no'}")
     if not told.as_expected:
         due = f"step {e.acts_at}, {e.stage}, {e.words!r}" if e.caught else "agreed"
-        print(
-            textwrap.fill(f"UNEXPECTED: expected {due}, then agreed", WIDTH, initial_indent="  ", subsequent_indent="")
-        )
+        print(wrapped(f"UNEXPECTED: expected {due}, then agreed", WIDTH, "  "))
     words = shipped["headline"] if shipped["step"] in (None, 0) else shipped["words"]
-    shown = textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent="  ", max_lines=6, placeholder=" …")
-    print(shown)
+    shown = wrapped(words, WIDTH, "  ").split("\n")
+    print("\n".join([*shown[:MOST], *(["  …"] if len(shown) > MOST else [])]))
 
 
 def verdict(found: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from lockstep.core.mutate.mutant import Mutant
 from lockstep.core.mutate.page import page, place
 from lockstep.core.mutate.picture import picture
 from lockstep.core.mutate.rows import Row, Score
+from lockstep.core.sinks.lines import tell
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.mutating import recipe_of, run
 from lockstep.scripts.shared.open_data import open_data
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lockstep.core.run.ranks import Ranks
 
 SCHEMA = 1
+HEAD = f"{'moves by':>8}  {'verdict':<10} mutant"
 ROWS, PAGE, PICTURE = "mutants.jsonl", "mutants.md", "mutants.svg"
 
 
@@ -112,12 +114,13 @@ def _run(
     # Rank 0 alone has the folder.
     folder = options.out if ranks.rank == 0 else None
     with closing(Book.open(folder, made, given, options.resume)) as book:
+        if not options.only:
+            tell(console, HEAD, "bold")
         kept = ranks.of_first(lambda: {row.id: row for row in book.rows if row.recipe == recipe})
         for row in run(config, data, [one for one in chosen if str(one) not in kept], options.jobs, ranks):
             kept[row.id] = row
             book.add(row)
-            for text in said(row, bool(options.only)):
-                console.print(text, soft_wrap=True, markup=False, highlight=False)
+            print_row(console, row, bool(options.only))
         rows = [kept[str(one)] for one in chosen]
         if not any(row.acts or row.error for row in rows):
             raise UserError("no mutant changed a bit of the step: nothing was tested")
@@ -210,6 +213,12 @@ class Book:
         text = page(self.rows, about, lambda row: command(row, config, self.settings[row.recipe]))
         write_atomically(self.folder / PAGE, [text.encode()])
         write_atomically(self.folder / PICTURE, [picture(self.rows).encode()])
+
+
+def print_row(console: Console, row: Row, in_full: bool) -> None:
+    """Print the lines of a row; a line that is wider than the terminal is continued."""
+    for line in said(row, in_full):
+        tell(console, line)
 
 
 def said(row: Row, in_full: bool) -> list[str]:

@@ -192,7 +192,7 @@ def write(folder: Path, title: str, found: Mapping[str, Any]) -> None:
 def say(title: str, found: Mapping[str, Any]) -> int:
     """Print the summary."""
     from lockstep.core.profile.page import page
-    from lockstep.core.sinks.visible import visible
+    from lockstep.core.sinks.lines import announce, terminal_width
 
-    sys.stdout.write(visible(page(title, found)))
+    announce(page(title, found, terminal_width(sys.stdout)).rstrip("\n"))
     return 0

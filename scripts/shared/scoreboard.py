@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import UserError
+from lockstep.core.sinks.lines import say, tell
 from lockstep.scripts.shared.failures import in_one_line
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 HONEST = "the honest trainer"
 TOP = 3
+# Columns of a row in one line.
+WIDEST = 114
 Origin = tuple[str, str, int | None]
 
 
@@ -175,16 +178,48 @@ def read(file: Path, mark: str) -> list[Row]:
         raise UserError(f"{file} is not a scoreboard: {in_one_line(error)}") from error
 
 
+def print_head(console: Console) -> None:
+    """Print the head of the table of faults; a narrower terminal has none, as its lines name what they hold."""
+    if not _is_narrow(console):
+        head = f"{'fault':<29} {'planted in':<25} {'found':<8}  {'named':<25} {'rank':<5} {'loss moved':>9}"
+        console.print(head, style="bold", soft_wrap=True)
+
+
 def print_row(console: Console, row: Row) -> None:
-    """Print the line of a judged fault, and each difference from the expected finding."""
+    """Print the lines of a judged fault: one, or two on a narrow terminal, and each difference from the expectation."""
     broken = row.broken_promises
+    style = "red" if broken else "green"
+    if _is_narrow(console):
+        for line in _narrow_lines(row):
+            say(console, line, style)
+    else:
+        console.print(_wide_line(row), style=style, markup=False, soft_wrap=True)
+    for said in broken:
+        tell(console, f"    {said}", "red")
+    if row.cause:
+        tell(console, f"    cause: {row.cause}")
+
+
+def _is_narrow(console: Console) -> bool:
+    return bool(console.is_terminal) and console.width < WIDEST
+
+
+def _narrow_lines(row: Row) -> list[str]:
+    found = "not found" if row.step is None else f"found in step {row.step}"
+    if row.name == HONEST:
+        accused = "not accused" if row.step is None else f"accused in step {row.step}, named {place(row.named)}"
+        return [f"{row.name}: {accused}, {row.seconds:.0f} s"]
+    rank = [f"top {row.rank}"] if row.rank is not None else []
+    moved = [f"loss moved by {row.loss_moved:.1e}"] if row.loss_moved is not None else []
+    return [
+        f"{row.name}: {', '.join([found, *rank, *moved, f'{row.seconds:.0f} s'])}",
+        f"    planted in {place(row.expected)}, named {place(row.named)}",
+    ]
+
+
+def _wide_line(row: Row) -> str:
     step = "–" if row.step is None else str(row.step)
     rank = "–" if row.rank is None else str(row.rank)
     moved = "" if row.loss_moved is None else f"{row.loss_moved:.1e}"
     line = f"{row.name:<29} {place(row.expected):<25} step {step:>3}  {place(row.named):<25} top {rank}  {moved:>7}"
-    line += f"  {row.seconds:4.0f} s"
-    console.print(line, style="red" if broken else "green", markup=False, soft_wrap=True)
-    for said in broken:
-        console.print(f"    {said}", style="red", markup=False, soft_wrap=True)
-    if row.cause:
-        console.print(f"    cause: {row.cause}", markup=False, soft_wrap=True)
+    return f"{line}  {row.seconds:4.0f} s"

@@ -75,7 +75,7 @@ def reading_of(data: RunData) -> str:
 
 
 def _tokens(count: int | None) -> str:
-    return "the data is still being prepared" if count is None else f"the data has {count:,}"
+    return "still being prepared" if count is None else f"{count:,} tokens"
 
 
 def _epochs(count: float) -> str:
