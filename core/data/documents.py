@@ -278,7 +278,8 @@ def _read_parquet(file: SourceFile, column: str, spans: Sequence[Span] | None) -
     buffer = _REMOTE_CHUNK_BYTES if address else _CHUNK_BYTES
     try:
         # A buffer and no reading ahead: else a group of rows, of which a file may have one, is in memory as a whole.
-        with pq.ParquetFile(source, buffer_size=buffer, pre_buffer=False) as parquet:
+        # Checksums of pages, where the writer stored them: without them a damaged page may decompress to other text.
+        with pq.ParquetFile(source, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True) as parquet:
             _check_column(parquet.schema_arrow, column, file.path)
             first = 0
             for group in range(parquet.num_row_groups):

@@ -68,6 +68,8 @@ def limit_threads(threads: int) -> None:
 
     One is right where every worker has parts to do: they are the parallelism, and would compete for the same cores.
     """
+    # The tokenizer starts all of them at once, whatever the machine has.
+    threads = min(threads, os.cpu_count() or 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
 

@@ -30,6 +30,7 @@ from lockstep.core.data.shards import ShardHeader, map_tokens, read_header, toke
 from lockstep.core.data.sources import SourceListing, list_source
 from lockstep.core.data.tokenizer import (
     LEAST_VOCABULARY,
+    MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
     TextTokenizer,
     load_tokenizer,
@@ -177,6 +178,8 @@ def _check_settings(settings: PrepareSettings) -> None:
         raise UserError(
             f"vocab_size {settings.vocab_size} is too small; {MIN_VOCAB_SIZE} is the least: {LEAST_VOCABULARY}"
         )
+    if settings.vocab_size is not None and settings.vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(f"vocab_size {settings.vocab_size:,} is too large to train; {MAX_VOCAB_SIZE:,} is the most")
     if not 0.0 < settings.val_fraction < 1.0:
         raise UserError(f"val_fraction {settings.val_fraction} must lie between 0 and 1, for example 0.01")
     if settings.max_document_bytes < 0:

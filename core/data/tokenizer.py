@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
+# The trainer reserves memory for every token before it reads a text, and aborts the process where there is not enough.
+MAX_VOCAB_SIZE = 1 << 22
 LEAST_VOCABULARY = "256 bytes and the end of text"
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")

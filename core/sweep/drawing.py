@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from lockstep.core.report.text import esc, number
 WIDTH, HEIGHT = 520, 320
 # Room for labels, in units of the drawing.
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
+# Logarithms of the smallest and the largest number that has all its digits.
+_LEAST, _MOST = math.log(sys.float_info.min), math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,10 @@ def axis(values: Iterable[float], begin: float, end: float, log: bool = False, r
     found = [value for value in values if math.isfinite(value) and (not log or value > 0)] or [1.0]
     low, high = min(found), max(found)
     if log:
-        factor = max((high / low) ** room, 1.1)
-        return Axis(low / factor, high * factor, begin, end, True)
+        # By logarithms: between 1e-300 and 1e300 the ratio is no number.
+        more = max((math.log(high) - math.log(low)) * room, math.log(1.1))
+        ends = max(math.log(low) - more, _LEAST), min(math.log(high) + more, _MOST)
+        return Axis(math.exp(ends[0]), math.exp(ends[1]), begin, end, True)
     more = (high - low) * room or abs(high) * room or 1.0
     return Axis(low - more, high + more, begin, end)
 
@@ -109,9 +114,9 @@ def _ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    decades = math.log10(high / low)
+    decades = math.log10(high) - math.log10(low)
     parts = (1, 2, 3, 5, 7) if decades < 1.2 else (1, 2, 5) if decades < 2.2 else (1,)
     every = max(1, math.ceil(decades / 6))
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    exponents = range(math.floor(math.log10(low)), min(math.ceil(math.log10(high)), sys.float_info.max_10_exp) + 1)
     found = [part * 10.0**e for e in exponents if e % every == 0 for part in parts]
     return [value for value in found if low <= value <= high]

@@ -69,10 +69,11 @@ def optimum(rows: Sequence[tuple[Point, float]], key: str, varied: Sequence[Vari
     rates = [float(point[key]) for point, _ in rows]
     best = min(zip((loss for _, loss in rows), rates, strict=True))[1]
     edge = _edge(best, rates)
-    near = sorted(range(len(rows)), key=lambda i: (abs(math.log(rates[i] / best)), i))
+    far = [abs(math.log(rate) - math.log(best)) for rate in rates]
+    near = sorted(range(len(rows)), key=lambda i: (far[i], i))
     others = [one for one in varied if one.key != key]
     width = 3 + sum(_columns(one, [point for point, _ in rows]) for one in others)
-    chosen = [i for i in near if abs(math.log(rates[i] / best)) <= math.log(FACTOR) + 1e-12]
+    chosen = [i for i in near if far[i] <= math.log(FACTOR) + 1e-12]
     if len(chosen) < width + FREE:
         chosen = near[: width + FREE]
     if len(chosen) < width + FREE or len({rates[i] for i in chosen}) < 4:

@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 JOURNAL = "study.journal"
+# A study's attribute: the identity of its sweep.
+_SWEEP = "sweep"
+_REMEDY = "put back the one of this sweep, or name another folder (--out)"
 
 
 class Journal:
     """The studies of a sweep, one a width. The caller holds the folder's lock."""
 
-    def __init__(self, folder: Path, varied: Sequence[Varied]) -> None:
-        """Open the journal of a folder, or make it. Raises UserError if it is not what Optuna wrote."""
-        self.path, self._varied = folder / JOURNAL, varied
+    def __init__(self, folder: Path, varied: Sequence[Varied], identity: str) -> None:
+        """Open the journal of a folder, or make it. Raises UserError if it is not what Optuna wrote.
+
+        identity: of the sweep; a journal in which a study has another one is refused.
+        """
+        self.path, self._varied, self._identity = folder / JOURNAL, varied, identity
         self._studies: dict[str, Study] = {}
         require_file(self.path)
         try:
@@ -37,14 +43,16 @@ class Journal:
         except OSError as error:
             raise UserError(f"cannot open {self.path}: {error.strerror or error}") from error
         except Exception as error:  # Optuna raises whatever its reading of a damaged line meets with
-            raise UserError(f"{self.path} is damaged: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.path} is damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
 
     def points(self, name: str) -> list[Point]:
         """Return the points of a study by number. Raises UserError if one does not lie in the space."""
         found: list[Point] = []
         for trial in self._study(name).get_trials(deepcopy=False):
             if not all(one.holds(str(trial.params.get(one.key, ""))) for one in self._varied):
-                raise UserError(f"{self.path}: trial {trial.number} of {name} does not lie in the search space")
+                raise UserError(
+                    f"{self.path}: trial {trial.number} of {name} does not lie in the search space; {_REMEDY}"
+                )
             found.append({one.key: one.text_of(trial.params[one.key]) for one in self._varied})
         return found
 
@@ -82,9 +90,17 @@ class Journal:
 
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             try:
-                self._studies[name] = optuna.create_study(storage=self._storage, study_name=name, load_if_exists=True)
+                known = {study.study_name for study in self._storage.get_all_studies()}
+                opened = optuna.load_study if name in known else optuna.create_study
+                study = opened(storage=self._storage, study_name=name)
+                if name not in known:
+                    study.set_user_attr(_SWEEP, self._identity)
             except Exception as error:  # as above
-                raise UserError(f"{self.path} is damaged: {type(error).__name__}: {error}") from error
+                raise UserError(f"{self.path} is damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
+            # Journals of earlier versions name no sweep.
+            if study.user_attrs.get(_SWEEP, self._identity) != self._identity:
+                raise UserError(f"{self.path} is the journal of another sweep; {_REMEDY}")
+            self._studies[name] = study
         return self._studies[name]
 
 
@@ -107,4 +123,7 @@ def _mend(path: Path) -> None:
         left.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
         raw = file.read()
-        file.truncate(raw.rfind(b"\n") + 1)
+        whole = raw.rfind(b"\n") + 1
+        if raw[whole : whole + 1] not in (b"", b"{"):
+            raise ValueError("it does not end like a journal")
+        file.truncate(whole)

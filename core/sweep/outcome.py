@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.coverage import coverage
 from lockstep.core.run.directory import RunDir
+from lockstep.core.run.info import settings_of
 from lockstep.core.run.layout import CHECKS, is_run
 from lockstep.core.sweep.prune import Decision, Earlier, Rule, decide, reports_of
 
@@ -19,6 +21,9 @@ COMPLETE, PRUNED, FAILED, MARKED = "complete", "pruned", "failed", "marked"
 ENDED = (COMPLETE, PRUNED, FAILED, MARKED)
 # Points of a training curve that are kept for the page.
 CURVE = 240
+# Settings, or their sections, that a resume by hand may change and the trial stays the same.
+_NOT_THE_LOSS = ("name", "log", "checkpoint")
+_NAMED = 2
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,32 @@ class Outcome:
         return Earlier(self.state, self.value, self.reports, self.rungs)
 
 
-def read_outcome(run: Path, rule: Rule, failure: str = "") -> Outcome:
+def read_outcome(run: Path, rule: Rule, failure: str = "", config: RunConfig | None = None) -> Outcome:
     """Read what came of a trial so far.
 
-    failure: why its process ended without finishing, empty if it did not, or may go on. A trial that is neither
-    finished nor given up is `waiting` or `running`.
+    failure: why its process ended without finishing, empty if it did not, or may go on. config: of the trial; a run
+    with other settings, such as one that was resumed by hand with another learning rate, has failed as this trial. A
+    trial that is neither finished nor given up is `waiting` or `running`.
     """
     if not is_run(run):
         return Outcome(FAILED, why=failure) if failure else Outcome(WAITING)
     try:
-        return _read(RunDir.open(run), rule, failure)
+        opened = RunDir.open(run)
+        if config is not None and (said := _other_settings(opened.asked, config)):
+            return Outcome(FAILED, why=said)
+        return _read(opened, rule, failure)
     except UserError as error:
         return Outcome(FAILED, why=failure or str(error))
+
+
+def _other_settings(run: RunConfig, trial: RunConfig) -> str:
+    """Return in words which settings of a run are not those of its trial; empty if all are, but the name."""
+    there, due = settings_of(run), settings_of(trial)
+    differ = [key for key in due if key.partition(".")[0] not in _NOT_THE_LOSS and there.get(key) != due[key]]
+    named = [f"{key} is {there.get(key)!r}, and the trial has {due[key]!r}" for key in differ[:_NAMED]]
+    if len(differ) > _NAMED:
+        named.append(f"{len(differ) - _NAMED} more")
+    return f"its run has other settings: {'; '.join(named)}; remove its folder to make it again" if named else ""
 
 
 def _read(run: RunDir, rule: Rule, failure: str) -> Outcome:

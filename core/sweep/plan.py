@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
-from lockstep.core.files.atomic import read_sealed_json, write_atomically, write_sealed_json
+from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_atomically, write_sealed_json
 from lockstep.core.files.new_folder import new_folder
 from lockstep.core.run.info import settings_of
 from lockstep.core.sweep.propose import Sampling
@@ -92,6 +93,11 @@ class Plan:
             "config": settings_of(self.config),
         }
 
+    @property
+    def identity(self) -> str:
+        """Return a digest of what decides the results."""
+        return hashlib.sha256(canonical_json(self.about())).hexdigest()
+
 
 def is_sweep(folder: Path) -> bool:
     """Return whether a folder holds a sweep."""
@@ -152,7 +158,12 @@ def write_plan(folder: Path, plan: Plan) -> None:
         write_sealed_json(folder / ABOUT, about, indent=2)
         return
     if folder.is_dir():
-        folder.rmdir()
+        try:
+            folder.rmdir()
+        except OSError as error:  # a place where a disk is mounted, above all
+            raise UserError(
+                f"cannot make {folder} anew: {error.strerror or error}; name a folder below it (--out {folder}/NAME)"
+            ) from error
     with new_folder(folder) as made:
         made.mkdir()
         write_atomically(made / CONFIG, [dump_config(plan.config).encode()])

@@ -24,6 +24,8 @@ LEARNING_RATE = "optim.peak_lr"
 KEPT = {"name": "trials have names of their own"}
 # Digits of a value that is drawn from a range.
 DIGITS = 6
+# Whole numbers up to here are exact as floating-point numbers, which samplers draw.
+EXACT = 2**53
 _RANGE = re.compile(r"([^:,]+):([^:,]+)(?::([^:,]*))?")
 
 
@@ -142,7 +144,13 @@ def _range(key: str, text: str, low: str, high: str, scale: str | None) -> Varie
         raise _Wrong(f"the low end {low} is not below the high end {high}")
     if scale and first <= 0:
         raise _Wrong(f"a logarithmic range begins above 0, and its low end is {low}")
-    return Varied(key, text, (), first, last, bool(scale), all(isinstance(value, int) for value in values))
+    whole = all(isinstance(value, int) for value in values)
+    if whole and any(abs(value) > EXACT for value in values):
+        raise _Wrong(f"a range of whole numbers ends at {EXACT:,} (2^53) at most; list larger ones with commas")
+    found = Varied(key, text, (), first, last, bool(scale), whole)
+    if not whole and float(f"{first:.{DIGITS}g}") == float(f"{last:.{DIGITS}g}"):
+        raise _Wrong(f"the ends {low} and {high} are equal in {DIGITS} digits, which is what a trial has")
+    return found
 
 
 def _list(key: str, text: str, values: str) -> Varied:

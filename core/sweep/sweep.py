@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import JsonLines, read_lines
@@ -62,7 +63,7 @@ class Sweep:
         self._configs: dict[str, RunConfig] = {}
         self._lock = FolderLock(folder)
         try:
-            self._journal = Journal(folder, plan.sampling.varied)
+            self._journal = Journal(folder, plan.sampling.varied, plan.identity)
             self._ends = JsonLines(folder / ENDS)
         except BaseException:
             self._lock.release()
@@ -194,7 +195,8 @@ class Sweep:
             trial.outcome = Outcome(FAILED, why=trial.failure)
         else:
             trial.line = self._make_job(trial).line
-            trial.outcome = read_outcome(self.run_of(trial), self._rule(trial), trial.failure)
+            config = self._config_of(trial)
+            trial.outcome = read_outcome(self.run_of(trial), self._rule(trial), trial.failure, config)
         trial.step = trial.outcome.step
         trial.loss = trial.outcome.curve[-1][1] if trial.outcome.curve else None
         if trial.outcome.state in ENDED:
@@ -237,25 +239,38 @@ def ranking(trials: Sequence[Trial]) -> list[Trial]:
     return sorted(ended, key=lambda trial: (trial.outcome.value, trial.number))
 
 
-def check_points(plan: Plan, file: Path, given: Point) -> None:
-    """Try the configuration of every trial that is known before the first begins; of TPE, the corners of the space.
+def check_points(plan: Plan, file: Path, given: Point) -> list[tuple[Point, RunConfig]]:
+    """Return every trial that is known before the first begins, as settings and configuration.
 
-    file: the run file. given: settings on the command line. Raises UserError with a line for each trial that a rule
-    refuses.
+    With TPE these are the corners of the space. file: the run file. given: settings on the command line. Raises
+    UserError with a line for each trial that a rule refuses, and if trials would be ranked by different losses.
     """
     sampling = plan.sampling
     known = _corners(plan) if sampling.adapts else points(sampling, 0, sampling.trials)
     wrong: dict[str, str] = {}
+    found: list[tuple[Point, RunConfig]] = []
     for arm in plan.arms:
         for number, point in enumerate(known):
             try:
-                config_of(file, {**given, **arm.settings, **point})
+                found.append((point, config_of(file, {**given, **arm.settings, **point})))
             except UserError as error:
                 name = "a trial" if sampling.adapts else arm.trial(number)
                 for line in error.lines:
                     wrong.setdefault(line, f"{name} ({in_words(point)}): {line}")
     if wrong:
         raise UserError(*wrong.values())
+    _require_one_objective(found)
+    return found
+
+
+def _require_one_objective(known: Sequence[tuple[Point, RunConfig]]) -> None:
+    """Raise UserError if some trials have a validation loss and others only a training loss."""
+    evaluated = {config.eval.every > 0: in_words(point) for point, config in known}
+    if len(evaluated) > 1:
+        raise UserError(
+            f"{COMMAND_LINE}: vary: a trial with eval.every = 0 ({evaluated[False]}) is ranked by its training loss, "
+            f"and one with evaluation ({evaluated[True]}) by its validation loss: vary eval.every above 0"
+        )
 
 
 def _corners(plan: Plan, most: int = 256) -> list[Point]:

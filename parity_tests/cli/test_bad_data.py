@@ -83,6 +83,17 @@ UNPREPARABLE = [
     ("--data.source source.txt --data.path /proc/nowhere", "text", "cannot make the folder /proc/nowhere"),
     ("--data.source source.txt --data.path source.txt", "text", "source.txt is the source and the folder to prepare"),
     ("--data.source source.txt --data.val-fraction 1", "text", "data.val_fraction = '1'"),
+    ("--data.source=", "text", "data.source = '': no path; leave it out for Python's standard library"),
+    ("--data.source source.txt --workers 100000000", "text", "workers = 100000000: 1 to 4,096 processes"),
+    (
+        "--data.source source.txt --model.vocab-size 99999999999",
+        "text",
+        "vocab_size 99,999,999,999 is too large to train; 4,194,304 is the most",
+    ),
+    ("--data.mixture a:0,b:0", "text", "data.mixture = 'a:0,b:0': the weights add up to zero"),
+    ("--data.mixture a:-1,b:2", "text", "a has the weight -1; a weight is zero or more"),
+    ("--data.mixture a:nan,b:2", "text", "a has the weight 'nan'; a weight is a number such as 0.7, 3 or 1/3"),
+    ("--data.mixture a:1,a:2", "text", "a stands twice: give each data set one weight"),
 ]
 
 

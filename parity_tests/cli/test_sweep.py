@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.config.file import load_config
+from lockstep.core.files.lock import FolderLock
 from lockstep.core.sweep.results import RESULTS
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.cli.workspace import REPO
@@ -31,6 +33,19 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "a rule": (
         ("--vary", "train.micro-batch-size=2,3"),
         "trial_001 (train.micro_batch_size 3): command line: train.micro_batch_size: 4 sequences are not",
+    ),
+    "no trials": ((*RATES, "--trials", "0"), "trials = 0: at least 1"),
+    "many threads": ((*RATES, "--threads", "100000"), "threads = 100000: at most 1024"),
+    "GPUs": (
+        (*RATES, "--gpus", "1000"),
+        "gpus = 1000: 1 trial at a time would need 1,000 GPUs, and torch finds",
+    ),
+    "a setting twice": ((*RATES, "--vary", "optim.peak_lr=1,2"), "optim.peak_lr is varied twice"),
+    "a pruner": ((*RATES, "--pruner", "asha"), "pruner = 'asha': input should be 'none', 'median' or 'hyperband'"),
+    "two objectives": (
+        ("--vary", "eval.every=0,4"),
+        "vary: a trial with eval.every = 0 (eval.every 0) is ranked by its training loss, and one with evaluation "
+        "(eval.every 4) by its validation loss",
     ),
     "a value beside": ((*RATES, "--optim.peak-lr", "1e-3"), "optim.peak_lr is varied and also given as a flag"),
     "grid": (("--vary", "optim.peak-lr=1e-3:1e-2", "--sampler", "grid"), "optim.peak_lr is a range"),
@@ -52,13 +67,71 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         (*RATES, "--data.path", "nowhere"),
         "nowhere holds no prepared data; make it with: lockstep data prepare",
     ),
+    "no data of a trial": (
+        ("--vary", "data.path=nowhere,there", "--vary", "seed=1,2"),
+        "--data.path nowhere",
+    ),
+    "a link to nothing": ((*RATES, "--out", "link"), "link is a file, not a folder for a sweep"),
+    "a file": ((*RATES, "--out", "tiny.txt"), "tiny.txt is a file, not a folder for a sweep"),
+    "below a file": ((*RATES, "--out", "tiny.txt/sweep"), "cannot make tiny.txt/sweep: Not a directory"),
+    "a folder that is read alone": ((*RATES, "--out", "/proc/sweep"), "cannot make /proc/sweep: "),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_wrong_is_said_in_one_line(kind: str, refused: Callable[..., str], run_file: Path) -> None:
+def test_what_is_wrong_is_said_in_one_line(kind: str, refused: Callable[..., str], run_file: Path, here: Path) -> None:
     words, said = BAD[kind]
+    (here / "tiny.txt").write_text("mine")
+    (here / "link").symlink_to("nothing")
     assert said in refused("sweep", run_file, *words)
+
+
+def test_a_folder_that_is_a_mounted_disk_is_refused(
+    refused: Callable[..., str], run_file: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    (here / "disk").mkdir()
+    monkeypatch.setattr(Path, "rmdir", busy)
+    said = refused("sweep", run_file, *RATES, "--out", "disk")
+    assert said == "cannot make disk anew: Device or resource busy; name a folder below it (--out disk/NAME)"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("trials", Path.touch, "is a file, and the sweep has a folder there; remove it"),
+        ("logs", Path.touch, "is a file, and the sweep has a folder there; remove it"),
+        ("sweep.html", Path.mkdir, "is not a file, and the sweep writes one there; remove it"),
+        ("results.json", Path.mkdir, "is not a file, and the sweep writes one there; remove it"),
+    ],
+)
+def test_what_stands_in_the_way_is_found_before_the_first_trial(
+    name: str,
+    make: Callable[[Path], None],
+    said: str,
+    lockstep: Lockstep,
+    refused: Callable[..., str],
+    run_file: Path,
+    made_up: MadeUp,
+    here: Path,
+) -> None:
+    made_up.stop_after = 0
+    assert lockstep("sweep", run_file, *RATES).code == 130
+    path = here / "sweeps" / "tiny" / name
+    path.unlink(missing_ok=True)
+    make(path)
+    assert refused("sweep", run_file, *RATES) == f"sweeps/tiny/{name} {said}"
+
+
+def test_two_sweeps_in_one_folder_at_once_are_refused(
+    lockstep: Lockstep, refused: Callable[..., str], run_file: Path, made_up: MadeUp, here: Path
+) -> None:
+    made_up.stop_after = 0
+    assert lockstep("sweep", run_file, *RATES).code == 130
+    with FolderLock(here / "sweeps" / "tiny"):
+        assert "sweeps/tiny is being written by another process" in refused("sweep", run_file, *RATES)
 
 
 def test_a_library_that_is_missing_is_named(

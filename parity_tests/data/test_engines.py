@@ -20,6 +20,7 @@ import pytest
 import lockstep
 from lockstep.core.data import catalog
 from lockstep.core.data.catalog import RecordRules, read_catalog
+from lockstep.core.data.encode import limit_threads
 from lockstep.core.data.engines import ray_tasks
 from lockstep.core.data.engines.processes import Processes
 from lockstep.core.data.engines.ray_tasks import MOST_ATTEMPTS, RayTasks
@@ -319,3 +320,10 @@ def test_a_text_of_one_shard_is_encoded_by_all_cores(texts: Path, tmp_path: Path
 
     prepare(settings_for(tmp_path / "out", texts, shard_tokens=1 << 20), engine=Engine(4))
     assert given[-1] == 4
+
+
+def test_a_worker_has_no_more_threads_than_its_machine_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+    limit_threads(100_000_000)
+    assert int(os.environ["RAYON_NUM_THREADS"]) == os.cpu_count()

@@ -69,6 +69,24 @@ def test_a_row_of_parquet_that_is_no_text(tmp_path):
     assert (source["broken_documents"], source["first_left_out"]) == (1, {"broken_documents": "a.parquet, row 1"})
 
 
+def test_a_page_of_parquet_whose_checksum_does_not_match_is_an_error(tmp_path):
+    """One other letter is still text: nothing but the checksum that the writer stored can tell."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [f"sentence number {number}" for number in range(200)]
+    table = pa.table({"text": texts})
+    pq.write_table(table, folder / "a.parquet", compression="none", use_dictionary=False, write_page_checksum=True)
+    raw = (folder / "a.parquet").read_bytes()
+    assert raw.count(b"number 150") == 1
+    (folder / "a.parquet").write_bytes(raw.replace(b"number 150", b"number 650"))
+    for on_broken in ("error", "skip"):
+        with pytest.raises(UserError, match=r"a\.parquet: .*checksum"):
+            prepare(settings_for(tmp_path / "out", folder, on_broken=on_broken))
+        assert not (tmp_path / "out").exists()
+    (folder / "a.parquet").write_bytes(raw)
+    assert prepare(settings_for(tmp_path / "out", folder)).index.train.documents > 100
+
+
 def test_another_column_is_an_error_whatever_becomes_of_broken_records(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -352,6 +352,13 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
         str(folder), "--sort", "lost"
     )
     assert "cannot write there; name a file in an existing folder" in refused(str(folder), "--page", "nowhere/x.html")
+    assert "page = -: a page is written to a file; --json - writes" in refused(str(folder), "--page", "-")
+    both = str(tmp_path / "both")
+    assert f"page and json name one file, {both}" in refused(str(folder), "--page", both, "--json", both)
+    records = folder / "ended" / "records.jsonl"
+    before = records.read_bytes()
+    assert f"a file of the run {records.parent}; name another" in refused(str(folder), "--page", str(records))
+    assert records.read_bytes() == before
     assert cli.run(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no run below {tmp_path}\n"
 

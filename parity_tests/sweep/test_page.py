@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from lockstep.core.config.schema import ParityConfig
 from lockstep.core.sweep.page import build_page
 from lockstep.core.sweep.plan import Plan, write_plan
@@ -66,6 +68,18 @@ def test_a_loss_beyond_the_chart_is_marked_with_its_value(tmp_path: Path) -> Non
         MadeUp(loss=lambda config: 9.0 if config.optim.peak_lr == 9e-2 else 4 + config.optim.peak_lr),
     )
     assert re.findall(r">↑ ([^<]*)<", text) == ["9.00"]
+
+
+# Rates whose ratio, and whose room at the ends of an axis, are no numbers.
+FAR_APART = "1e-300,1e-200,1e-100,1,1e100,1e200,1e300"
+
+
+@pytest.mark.parametrize("rates", [FAR_APART, "1e-320:1e-310:log"])
+@pytest.mark.parametrize("slope", [-1, 1])
+def test_rates_that_are_further_apart_than_numbers_go_are_drawn(rates: str, slope: int, tmp_path: Path) -> None:
+    engine = MadeUp(loss=lambda config: 4.0 + slope * (config.optim.peak_lr > 1))
+    text = page_of(tmp_path / "sweep", plan(f"optim.peak-lr={rates}", trials=7), engine)
+    assert "Loss against peak-lr" in text and not re.search(r'"-?(nan|inf)', text)
 
 
 def test_labels_of_the_optimum_stay_in_the_chart(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
+import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ from lockstep.core.config.schema import ParityConfig
 from lockstep.core.errors import UserError
 from lockstep.core.sweep.journal import JOURNAL
 from lockstep.core.sweep.outcome import COMPLETE, FAILED, MARKED, PRUNED
-from lockstep.core.sweep.plan import ABOUT, check_folder, write_plan
+from lockstep.core.sweep.plan import ABOUT, Plan, check_folder, write_plan
 from lockstep.core.sweep.plan import CONFIG as CONFIG_FILE
+from lockstep.core.sweep.propose import choose
 from lockstep.core.sweep.results import RESULTS
+from lockstep.core.sweep.space import read_space
 from lockstep.core.sweep.sweep import TRIALS, Sweep, check_points, ranking
-from lockstep.parity_tests.sweep.made_up import BEST, CONFIG, MadeUp, made, outcomes, plan
+from lockstep.parity_tests.sweep.made_up import BEST, CONFIG, SPACE, MadeUp, made, outcomes, plan
 
 CHECKED = CONFIG.model_copy(update={"parity": ParityConfig(every=10)})
 
@@ -195,6 +200,21 @@ def test_a_trial_whose_last_record_is_lost_is_not_said_to_have_diverged(tmp_path
     assert lost.outcome.why == "its record of step 20 is missing, or has no loss to rank it by"
 
 
+def test_a_run_that_was_resumed_with_other_settings_is_not_ranked_as_its_trial(tmp_path: Path) -> None:
+    of = plan("optim.peak-lr=1e-3,3e-3")
+    made(tmp_path / "sweep", of, MadeUp())
+    trials = tmp_path / "sweep" / TRIALS
+    # The run of the best trial stands in the place of the other one.
+    shutil.rmtree(trials / "trial_000")
+    shutil.copytree(trials / "trial_001", trials / "trial_000")
+    first, second = made(tmp_path / "sweep", of, MadeUp())
+    assert (first.outcome.state, second.outcome.state) == (FAILED, COMPLETE)
+    assert first.outcome.why == (
+        "its run has other settings: optim.peak_lr is 0.003, and the trial has 0.001; remove its folder to make it "
+        "again"
+    )
+
+
 # The journal
 
 
@@ -217,6 +237,49 @@ def test_a_journal_that_a_kill_tore_goes_on(tmp_path: Path) -> None:
     (tmp_path / "sweep" / f"{JOURNAL}.lock").symlink_to(journal)
     assert outcomes(made(tmp_path / "sweep", of, MadeUp())) == whole
     assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+def test_the_journal_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    """Its points may all lie in the space, and would be trained in the place of this sweep's."""
+    one, other = (Plan(CONFIG, choose(read_space(SPACE), "sobol", 2, seed)) for seed in (0, 1))
+    for name, of in (("one", one), ("other", other)):
+        made(tmp_path / name, of, MadeUp())
+    shutil.copy(tmp_path / "other" / JOURNAL, tmp_path / "one" / JOURNAL)
+    with pytest.raises(UserError, match="is the journal of another sweep; put back the one of this sweep, or name"):
+        made(tmp_path / "one", one, MadeUp())
+
+
+def test_a_journal_that_names_no_sweep_goes_on(tmp_path: Path) -> None:
+    of = plan(trials=2)
+    whole = outcomes(made(tmp_path / "sweep", of, MadeUp()))
+    journal = tmp_path / "sweep" / JOURNAL
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if of.identity not in line))
+    assert len(journal.read_text().splitlines()) == len(lines) - 1
+    assert outcomes(made(tmp_path / "sweep", of, MadeUp())) == whole
+
+
+def test_a_database_in_the_journals_place_is_refused_and_stays(tmp_path: Path) -> None:
+    write_plan(tmp_path / "sweep", plan())
+    journal = tmp_path / "sweep" / JOURNAL
+    with contextlib.closing(sqlite3.connect(journal)) as database:
+        database.execute("create table trials (number integer)")
+        database.commit()
+    before = journal.read_bytes()
+    with pytest.raises(UserError, match=f"{JOURNAL} is damaged: .*; put back the one of this sweep, or name another"):
+        made(tmp_path / "sweep", plan(), MadeUp())
+    assert journal.read_bytes() == before
+
+
+def test_a_refused_journal_is_not_written(tmp_path: Path) -> None:
+    for name, space in (("one", "optim.peak-lr=1e-3,2e-3"), ("other", "optim.weight-decay=0,0.1")):
+        made(tmp_path / name, plan(space), MadeUp())
+    journal = tmp_path / "one" / JOURNAL
+    shutil.copy(tmp_path / "other" / JOURNAL, journal)
+    before = journal.read_bytes()
+    with pytest.raises(UserError, match="another sweep"):
+        made(tmp_path / "one", plan("optim.peak-lr=1e-3,2e-3"), MadeUp())
+    assert journal.read_bytes() == before
 
 
 BROKEN = {

@@ -17,6 +17,9 @@ from lockstep.scripts.shared.arguments import parse
 if TYPE_CHECKING:
     from lockstep.core.data.engines.ray_tasks import RayTasks
 
+# Of a cluster, too. A worker has threads, so that a slip of the hand would take the machine down.
+_MOST_WORKERS = 4096
+
 
 @dataclass
 class Prepare:
@@ -55,8 +58,12 @@ def main(argv: list[str]) -> int:
     from lockstep.core.sinks.terminal import open_console
 
     options, given = parse(Prepare, "data prepare", argv, with_settings=True, shown=_bears_on_data)
-    if options.workers < 0:
-        raise UserError(f"command line: workers = {options.workers}: at least 1, or 0 for one per core")
+    if not 0 <= options.workers <= _MOST_WORKERS:
+        raise UserError(
+            f"command line: workers = {options.workers}: 1 to {_MOST_WORKERS:,} processes, or 0 for one per core"
+        )
+    if given.get("data.source") == "":
+        raise UserError("command line: data.source = '': no path; leave it out for Python's standard library")
     if options.ray_address is not None and options.engine != "ray":
         raise UserError("command line: --ray-address needs --engine ray")
     config = load_config(options.config, given)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError, printable
 from lockstep.core.sinks.lines import complain
 from lockstep.scripts.shared.arguments import check_file, parse
@@ -76,6 +77,10 @@ def main(argv: list[str]) -> int:
     check_file("page", options.page)
     if options.json != STDOUT:
         check_file("json", options.json)
+    if options.page == STDOUT:
+        raise UserError(f"{COMMAND_LINE}: page = -: a page is written to a file; --json - writes to stdout")
+    if options.page and options.json and options.page.absolute() == options.json.absolute():
+        raise UserError(f"{COMMAND_LINE}: page and json name one file, {options.page}: give each its own")
     conditions = [condition(text) for text in options.where]
     if not options.folder.is_dir():
         raise UserError(f"{options.folder} is not a folder; name a folder of runs")

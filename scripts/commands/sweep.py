@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ import tyro
 from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import quoted
+from lockstep.core.report.text import plural
 from lockstep.core.sinks.lines import tell as print_line
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import is_built_in, open_candidate
@@ -24,11 +25,15 @@ from lockstep.scripts.shared.open_data import open_data
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lockstep.core.config.schema import RunConfig
     from lockstep.core.sweep.local import Engine
     from lockstep.core.sweep.plan import Plan
+    from lockstep.core.sweep.space import Point
     from lockstep.core.sweep.sweep import Sweep, Trial
 
 SWEEPS = Path("sweeps")
+# Processes, GPUs or threads that one machine can have: more is a slip of the hand.
+_MOST_OF_A_MACHINE = 1024
 
 
 @dataclass
@@ -50,8 +55,10 @@ class SweepOptions:
         tyro.conf.arg(metavar="KEY=VALUES", help_behavior_hint="(required, repeatable)"),
     ] = ()
     """a setting with its values: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or a list KEY=VALUE,VALUE…"""
-    trials: int = 0
-    """number of trials at each width; 0: the whole grid if all are lists, else 12"""
+    trials: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: the whole grid if all are lists, else 12)")
+    ] = None
+    """number of trials at each width"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="(default: sweeps/NAME)")] = None
     """folder of the sweep: the runs (trials/), the page (sweep.html) and the study"""
     sampler: Literal["auto", "grid", "sobol", "random", "tpe"] = "auto"
@@ -94,9 +101,10 @@ def main(argv: list[str]) -> int:
     from lockstep.core.sweep.sweep import Sweep, check_points
 
     check_folder(folder, plan)
-    check_points(plan, options.config, given)
-    _check_data(plan, options.config, given)
+    _check_places(folder)
+    _check_data(check_points(plan, options.config, given), options.config, given)
     _check_backend(options.backend)
+    _check_gpus(options)
     engine = _engine(options, folder)
     engine.start()
     write_plan(folder, plan)
@@ -107,12 +115,19 @@ def main(argv: list[str]) -> int:
 def _check(options: SweepOptions) -> None:
     from lockstep.core.sweep.propose import MOST
 
-    for name, least in (("trials", 0), ("round", 1), ("jobs", 0), ("gpus", 0), ("threads", 0), ("draw_seed", 0)):
-        if getattr(options, name) < least:
-            raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at least {least}")
-    for name, most in (("trials", MOST), ("round", MOST), ("jobs", 1024), ("draw_seed", 2**32 - 1)):
-        if getattr(options, name) > most:
-            raise UserError(f"{COMMAND_LINE}: {name} = {getattr(options, name)}: at most {most}")
+    limits = {
+        "trials": (1, MOST),
+        "round": (1, MOST),
+        "jobs": (0, _MOST_OF_A_MACHINE),
+        "gpus": (0, _MOST_OF_A_MACHINE),
+        "threads": (0, _MOST_OF_A_MACHINE),
+        "draw_seed": (0, 2**32 - 1),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise UserError(f"{COMMAND_LINE}: {name} = {value}: {bound}")
     if options.ray_address and options.engine != "ray":
         raise UserError(f"{COMMAND_LINE}: ray_address: only with --engine ray")
     if find_spec("optuna") is None:
@@ -135,7 +150,7 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
     widths = read_widths(options.widths)
     if widths:
         require_free(varied)
-    sampling = choose(varied, options.sampler, options.trials, options.draw_seed)
+    sampling = choose(varied, options.sampler, options.trials or 0, options.draw_seed)
     config = load_config(options.config, given)
     plan = Plan(
         config,
@@ -150,16 +165,50 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
     return plan, options.out or SWEEPS / config.name
 
 
-def _check_data(plan: Plan, file: Path, given: Mapping[str, str]) -> None:
-    """Raise UserError if the data is missing; if it is varied, each trial checks its own."""
-    if not any(one.key.startswith("data.") for one in plan.sampling.varied):
-        open_data(plan.config, file, given)
+def _check_places(folder: Path) -> None:
+    """Raise UserError if something else stands where the sweep writes: it would end there after hours of work."""
+    from lockstep.core.sweep.page import PAGE
+    from lockstep.core.sweep.results import RESULTS
+    from lockstep.core.sweep.sweep import LOGS, TRIALS
+
+    for name in (TRIALS, LOGS):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(f"{folder / name} is a file, and the sweep has a folder there; remove it")
+    for name in (PAGE, RESULTS):
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UserError(f"{folder / name} is not a file, and the sweep writes one there; remove it")
+
+
+def _check_data(known: Sequence[tuple[Point, RunConfig]], file: Path, given: Mapping[str, str]) -> None:
+    """Raise UserError if the data of a known trial is not there."""
+    folders = {config.data.folders: (point, config) for point, config in reversed(known)}
+    for point, config in reversed(folders.values()):
+        varied = {key: text for key, text in point.items() if key.startswith("data.")}
+        open_data(config, file, {**given, **varied})
 
 
 def _check_backend(name: str) -> None:
     """Raise UserError if a user's backend cannot be opened here, because every trial would then fail."""
     if name and not is_built_in(name):
         open_candidate(name)
+
+
+def _check_gpus(options: SweepOptions) -> None:
+    """Raise UserError if this machine has fewer GPUs than its trials need: they would train on the CPU, or fail.
+
+    A Ray knows the GPUs of its machines, and is asked by its engine.
+    """
+    if not options.gpus or options.engine != "local":
+        return
+    from torch import cuda
+
+    jobs, there = max(1, options.jobs), cuda.device_count()
+    if jobs * options.gpus > there:
+        raise UserError(
+            f"{COMMAND_LINE}: gpus = {options.gpus}: {plural(jobs, 'trial')} at a time would need "
+            f"{plural(jobs * options.gpus, 'GPU')}, and torch finds {there} here; leave --gpus out to train on what "
+            "there is"
+        )
 
 
 def _engine(options: SweepOptions, folder: Path) -> Engine:

@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
     if not is_there():
         raise UserError("this machine has no Chromium with chromedriver")
     rows: list[tuple[str, str]] = []
+    load = os.getloadavg()[0]
     # Ignored by whoever runs in the background, and by what is started from there.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, open_browser() as browser:
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
         except TimeoutError as missed:
             _tell(rows, "missed", str(missed))
     if options.page:
-        write_page(options.page, _text(rows))
+        write_page(options.page, _text(rows, load))
     return int(any(what == "missed" for what, _ in rows))
 
 
@@ -238,7 +239,7 @@ def _until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
         time.sleep(0.2)
 
 
-def _text(rows: Sequence[tuple[str, str]]) -> str:
+def _text(rows: Sequence[tuple[str, str]], load: float) -> str:
     version = subprocess.run(["chromedriver", "--version"], capture_output=True, text=True).stdout.split(" (")[0]
     table = "\n".join(f"| {what} | {saw} |" for what, saw in rows)
     return f"""# A run watched in a browser
@@ -248,7 +249,8 @@ python -m lockstep.scripts.studies.watch_browser --page docs/results/report_watc
 ```
 
 A model of two blocks, width 64, trains on Python's standard library with checks against JAX. Headless Chromium shows
-`lockstep report --watch`. {version}, Python {platform.python_version()}, {os.cpu_count()} cores of an {_processor()}.
+`lockstep report --watch`. {version}, Python {platform.python_version()}, {os.cpu_count()} cores of an {_processor()},
+under a load of {load:.0f} as it began and {os.getloadavg()[0]:.0f} as it ended. All rows are of one call.
 
 | what happens | what the page shows |
 |---|---|
