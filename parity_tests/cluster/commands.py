@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import RunConfig
@@ -48,6 +51,20 @@ def in_words(words: Sequence[str]) -> list[str]:
     """Return the words behind `lockstep`, if one of the words is that command."""
     at = [number for number, word in enumerate(words) if word == "lockstep"]
     return list(words[at[0] + 1 :]) if at else []
+
+
+def torchrun_problems(words: Sequence[str]) -> Iterator[str]:
+    """Yield what torchrun's own parser finds wrong with the words behind `torchrun`."""
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            found = get_args_parser().parse_args(list(words))
+    except SystemExit:
+        yield f"no words of torchrun: {complaints.getvalue().splitlines()[-1]}"
+        return
+    # An option of another name begins the words of the program, and the program is not lockstep.
+    if not found.module or found.training_script != "lockstep":
+        yield f"no words of torchrun: it would run {found.training_script}"
 
 
 def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RunConfig]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import yaml
 
 from lockstep.core.errors import UserError
-from lockstep.parity_tests.cluster.commands import EXAMPLES, IN_THE_CONTAINER, in_words, parsed
+from lockstep.core.sweep.space import read_space
+from lockstep.parity_tests.cluster.commands import EXAMPLES, IN_THE_CONTAINER, in_words, parsed, torchrun_problems
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli
 
@@ -51,6 +53,50 @@ def job_of(name: str) -> tuple[Object, str]:
 def container_of(name: str) -> Object:
     (container,) = job_of(name)[0]["template"]["spec"]["containers"]
     return container
+
+
+# What the containers have, as the API server and the programs in them read it; the schemas hold plain text there.
+QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
+RESOURCES = {"cpu", "memory", "nvidia.com/gpu"}
+VARIABLES = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RAY_AUTH_TOKEN", "RAY_START"}
+IMAGE = "registry.example/lockstep:latest"
+
+
+def problems(things: Sequence[Object]) -> Iterator[str]:
+    """Yield what is wrong with an example beyond its schemas."""
+    main = things[-1]
+    job = main["spec"] if main["kind"] == "Job" else main["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    if container["image"] != IMAGE:
+        yield f"an image of another name: {container['image']}"
+    if pod["restartPolicy"] not in ("Never", "OnFailure"):
+        yield f"no restart policy of a job: {pod['restartPolicy']}"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    shared = volumes.get(mounts.get("/dev/shm", ""), {}).get("emptyDir", {})
+    if shared.get("medium") != "Memory":
+        yield "no memory at /dev/shm, through which nccl and Ray pass data"
+    for amounts in (*container["resources"].values(), shared):
+        for name, amount in amounts.items():
+            if amounts is not shared and name not in RESOURCES:
+                yield f"no resource: {name}"
+            elif name != "medium" and not QUANTITY.fullmatch(str(amount)):
+                yield f"no quantity: {name} {amount}"
+    for variable in container["env"]:
+        if variable["name"] not in VARIABLES:
+            yield f"a variable that nothing reads: {variable['name']}"
+    for path in [container["workingDir"], *re.findall(r"(?m)(?:^|=)(/\S+)", "\n".join(container["command"]))]:
+        if path.startswith(IN_THE_CONTAINER):
+            if not (REPO / path.removeprefix(IN_THE_CONTAINER)).is_file():
+                yield f"not in the image: {path}"
+        elif not any(path == place or path.startswith(f"{place}/") for place in mounts):
+            yield f"on no volume: {path}"
+    if container["command"][0] == "torchrun":
+        yield from torchrun_problems(container["command"][1:])
+    for thing in things[:-1]:
+        if thing["spec"]["clusterIP"] != "None":
+            yield f"names of pods need clusterIP None: {thing['spec']['clusterIP']}"
 
 
 def test_there_is_one_for_each_task() -> None:
@@ -98,6 +144,47 @@ def test_a_planted_mistake_is_found(fault: str) -> None:
         check(changed)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_beyond_the_schemas_is_wrong(name: str) -> None:
+    assert list(problems(objects(name))) == []
+
+
+# Text of an example, what is planted in its place, and what must be found.
+BEYOND = {
+    "mountPath: /shared": ("mountPath: /shard", "on no volume: /shared/"),
+    "mountPath: /dev/shm": ("mountPath: /dev/shn", "no memory at /dev/shm"),
+    "medium: Memory": ("medium: ''", "no memory at /dev/shm"),
+    "workingDir: /shared": ("workingDir: /shard", "on no volume: /shard"),
+    "=/shared/": ("=/shard/", "on no volume: /shard/"),
+    "/opt/lockstep/configs/": ("/opt/lockstep/config/", "not in the image: /opt/lockstep/config/"),
+    "memory: ": ("memory: 1GB # ", "no quantity: memory 1GB"),
+    "cpu: ": ("cpus: ", "no resource: cpus"),
+    "restartPolicy: ": ("restartPolicy: Always # ", "no restart policy of a job: Always"),
+    "lockstep:latest": ("lockstp:latest", "an image of another name"),
+    "name: RAY_START": ("name: RAY_BEGIN", "a variable that nothing reads: RAY_BEGIN"),
+    "name: OMP_NUM_THREADS": ("name: OMP_NUM_THREAD", "a variable that nothing reads: OMP_NUM_THREAD"),
+    "nvidia.com/gpu:": ("nvidia.com/gpus:", "no resource: nvidia.com/gpus"),
+    "--rdzv-backend": ("--rdzv-backends", "no words of torchrun"),
+    "--max-restarts=3": ("--max-restarts=three", "no words of torchrun"),
+    "clusterIP: None": ("clusterIP: Nil", "names of pods need clusterIP None: Nil"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_mistake_beyond_the_schemas_is_found(name: str) -> None:
+    text = FILES[name].read_text()
+    planted = {before: change for before, change in BEYOND.items() if before in text}
+    assert len(planted) >= 10
+    for before, (after, said) in planted.items():
+        found = list(problems(list(yaml.safe_load_all(text.replace(before, after)))))
+        assert any(problem.startswith(said) for problem in found), (before, found)
+
+
+def test_every_mistake_stands_in_an_example() -> None:
+    texts = "".join(path.read_text() for path in FILES.values())
+    assert all(before in texts for before in BEYOND)
+
+
 def test_and_in_a_job_and_a_service() -> None:
     service, job = objects("train-indexed-job.yaml")
     for thing, path, value in ((service, "spec.clusterIp", "None"), (job, "spec.completionmode", "Indexed")):
@@ -142,8 +229,11 @@ def test_its_command_is_one_of_lockstep(name: str, monkeypatch: pytest.MonkeyPat
     words = in_words(container_of(name)["command"])
     if words[0] not in {*cli.COMMANDS, *cli.GROUPS}:
         pytest.skip(f"`lockstep {words[0]}` is not there yet")
-    _, config = parsed(words, monkeypatch)
+    options, config = parsed(words, monkeypatch)
     assert config.data.path.startswith("/shared/")
+    if words[0] == "sweep":
+        assert {one.key for one in read_space(options.vary)} == {"optim.peak_lr", "optim.weight_decay"}
+        assert options.gpus <= container_of(name)["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_an_option_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
