@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity_tests.cluster.commands import EXAMPLES
+from lockstep.parity_tests.cluster.commands import EXAMPLES, IN_THE_CONTAINER
 from lockstep.parity_tests.repository import REPO
 
 FILE = EXAMPLES / "Containerfile"
@@ -34,13 +35,22 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 def problems(text: str, root: Path = REPO) -> Iterator[str]:
     """Yield what is wrong with a container file."""
     names: list[str] = []
+    given: list[str] = []
     for name, rest in instructions(text):
         names.append(name)
         if name not in KNOWN:
             yield f"no instruction: {name}"
         elif name == "COPY":
-            *sources, _ = rest.split()
+            *sources, target = rest.split()
             yield from (f"not there: {source}" for source in sources if not (root / source).exists())
+            if target != "./" and [target] != sources:
+                yield f"at another place than in the checkout: {rest}"
+        elif name in ("ARG", "ENV"):
+            given += re.findall(r"(\w+)=", rest)
+        elif name == "WORKDIR" and f"{rest}/" != IN_THE_CONTAINER:
+            yield f"the examples look for {IN_THE_CONTAINER}, not for {rest}"
+        elif name == "CMD" and not is_command(rest):
+            yield f"no command: {rest}"
         elif (
             name == "RUN"
             and subprocess.run(["bash", "-n"], input=rest, text=True, stderr=subprocess.DEVNULL).returncode
@@ -48,12 +58,22 @@ def problems(text: str, root: Path = REPO) -> Iterator[str]:
             yield f"no script: {rest}"
         elif name == "RUN" and "pip install" in rest and "--constraint constraints.txt" not in rest:
             yield f"not by the tested versions: {rest}"
+        used = re.findall(r"\$\{(\w+)", rest)
+        yield from (f"not given before: {variable}" for variable in used if variable not in (*given, "PATH"))
+    places = dict(re.findall(r"\b(VIRTUAL_ENV|PATH)=(\S+)", text))
+    if not places["PATH"].startswith(f"{places['VIRTUAL_ENV']}/bin:"):
+        yield f"the environment is not on the path: {places['PATH']}"
     if names[:2] != ["ARG", "FROM"]:
         yield "begins with no image"
 
 
-def is_script(text: str) -> bool:
-    return subprocess.run(["bash", "-n"], input=text, text=True, stderr=subprocess.DEVNULL).returncode == 0
+def is_command(text: str) -> bool:
+    """Return whether an instruction's words are a JSON list that begins with a command of the project."""
+    try:
+        words = json.loads(text)
+    except ValueError:
+        return False
+    return words[0] in tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
 
 
 def copied() -> list[str]:
@@ -72,6 +92,13 @@ def test_nothing_is_wrong_with_it() -> None:
         ('venv "${VIRTUAL_ENV}"', 'venv "${VIRTUAL_ENV}', "no script"),
         ("--constraint constraints.txt torch", "torch", "not by the tested versions"),
         ("FROM ${BASE}", "RUN true", "begins with no image"),
+        ("FROM ${BASE}", "FROM ${BASIS}", "not given before: BASIS"),
+        ('".[${EXTRAS}]"', '".[${EXTRA}]"', "not given before: EXTRA"),
+        ("COPY core core", "COPY core cores", "at another place than in the checkout: core cores"),
+        ("WORKDIR /opt/lockstep", "WORKDIR /opt/lockstp", "the examples look for /opt/lockstep/"),
+        ('CMD ["lockstep"', 'CMD ["lockstp"', "no command"),
+        ('"--help"]', '"--help"', "no command"),
+        ("PATH=/opt/venv/bin", "PATH=/opt/env/bin", "the environment is not on the path"),
     ],
 )
 def test_a_planted_mistake_is_found(before: str, after: str, found: str) -> None:

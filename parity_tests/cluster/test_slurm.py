@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,15 +16,17 @@ import pytest
 
 from lockstep.core.run.directory import RunDir
 from lockstep.parity_tests.cli.workspace import REPO
-from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed
+from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed, torchrun_problems
 from lockstep.parity_tests.ranks.test_restarts import SETTINGS, free_port
+from lockstep.parity_tests.repository import REPO as REPOSITORY
 from lockstep.scripts import cli
 from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 SCRIPTS = {path.stem: path for path in sorted((EXAMPLES / "slurm").glob("*.sh"))}
 SCRIPT = SCRIPTS["train"]
-# Runs what follows its own options on each of two nodes.
+# Runs what follows its own option on each of two nodes; it has no other, and ends as srun does at an unknown one.
 SRUN = """#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] || { echo "srun: unrecognized option '$1'" >&2; exit 255; }
 shift
 SLURM_PROCID=0 "$@" & one=$!
 SLURM_PROCID=1 "$@" & other=$!
@@ -30,7 +34,11 @@ wait "$one"; first=$?; wait "$other"; second=$?
 exit $((first > second ? first : second))
 """
 SCONTROL = """#!/usr/bin/env bash
-if [ "$1" = show ]; then printf '127.0.0.1\\nnode2\\n'; else echo "$@" >> "$QUEUE"; fi
+case "$1 $2" in
+"show hostnames") printf '127.0.0.1\\nnode2\\n' ;;
+"requeue $SLURM_JOB_ID") echo "$@" >> "$QUEUE" ;;
+*) echo "scontrol: invalid keyword: $*" >&2; exit 1 ;;
+esac
 """
 # Runs the command behind `--` on the first node, as `ray symmetric-run` does, and tells what it was given. Where a file
 # `broken` lies beside it, it fails as that does: without a word, and with 0.
@@ -48,11 +56,20 @@ printf '%s\\n' "$@" >> "$(dirname "$0")/lockstep.txt"
 exit "${CODE:-0}"
 """
 START = {"prepare": "--num-cpus=64", "sweep": "--num-cpus=64 --num-gpus=8"}
-# Options of sbatch that the examples use, by its manual page.
+# Options of sbatch that the examples use, and their values, by its manual page.
+_NUMBER = r"=\d+"
 OPTIONS = {
-    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "time", "requeue",
-    "open-mode", "signal",
-}  # fmt: skip
+    "job-name": r"=[\w-]+",
+    "nodes": r"=\d+(-\d+)?",
+    "ntasks-per-node": _NUMBER,
+    "gpus-per-node": r"=(\w+:)?\d+",
+    "cpus-per-task": _NUMBER,
+    "exclusive": r"(=(user|mcs|topo))?",
+    "time": r"=(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})",
+    "requeue": "",
+    "open-mode": "=(append|truncate)",
+    "signal": r"=([RB]:|RB:)?(\w+)(@\d+)?",
+}
 
 
 def stand_ins(folder: Path, torchrun: str) -> dict[str, str]:
@@ -77,9 +94,16 @@ def submitted(
 
 
 def wrong_lines(text: str) -> list[str]:
-    """Return the lines of a script that ask sbatch for what is none of OPTIONS."""
+    """Return the lines of a script that ask sbatch for what is none of OPTIONS, or with another kind of value."""
     asked = [line.removeprefix("#SBATCH").strip() for line in text.splitlines() if line.startswith("#SBATCH")]
-    return [line for line in asked if line.removeprefix("--").partition("=")[0] not in OPTIONS]
+    known = re.compile("|".join(f"--{name}{value}" for name, value in OPTIONS.items()))
+    return [line for line in asked if not known.fullmatch(line)]
+
+
+def torchrun_words(text: str) -> list[str]:
+    """Return the words behind `torchrun` of a script, with numbers for its variables."""
+    (line,) = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if " torchrun " in line and line[0] != "#"]
+    return shlex.split(re.sub(r"\$\w+", "2", line.partition(" torchrun ")[2].replace('"$@"', "a.toml")))
 
 
 def test_there_is_one_for_each_task() -> None:
@@ -94,9 +118,33 @@ def test_the_script_is_a_script(script: Path) -> None:
 
 def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
     text = SCRIPT.read_text()
-    assert wrong_lines(text.replace("--nodes=2", "--node=2")) == ["--node=2"]
+    for before, after in {
+        "--nodes=2": "--node=2",
+        "--time=24:00:00": "--time=24 hours",
+        "--nodes=2 ": "--nodes=two ",
+        "--open-mode=append": "--open-mode=add",
+        "--requeue": "--requeue=yes",
+    }.items():
+        assert wrong_lines(text.replace(before.strip(), after.strip())) == [after.strip()]
     (tmp_path / "broken.sh").write_text(text.replace("code=$?", "code=$("))
     assert subprocess.run(["bash", "-n", str(tmp_path / "broken.sh")], stderr=subprocess.DEVNULL).returncode != 0
+
+
+def test_its_words_are_torchruns() -> None:
+    text = SCRIPT.read_text()
+    assert list(torchrun_problems(torchrun_words(text))) == []
+    for before, after in {
+        "--nproc-per-node": "--nproc-per-nodes",
+        "--rdzv-id": "--rdzvid",
+        "-m lockstep": "-m x",
+    }.items():
+        assert list(torchrun_problems(torchrun_words(text.replace(before, after))))
+
+
+@pytest.mark.parametrize("task", ["prepare", "sweep"])
+def test_the_script_beside_it_is_found_from_the_repository(task: str) -> None:
+    (folder,) = re.findall(r"\$\{LOCKSTEP_EXAMPLES:-([^}]*)\}/on_ray\.sh", SCRIPTS[task].read_text())
+    assert (REPOSITORY / folder / "on_ray.sh").is_file()
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
