@@ -247,6 +247,8 @@ def _no_command(argv: list[str]) -> str:
     if argv[0] in GROUPS:
         said = " ".join(argv[:2])
         own = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+        if len(argv) == 1 and len(own) > 1:
+            return f"{said} is the first word of {len(own)} commands: {', '.join(own)}"
         near = difflib.get_close_matches(said, own, n=1, cutoff=0.0)
     else:
         said = argv[0]

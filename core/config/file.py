@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,10 +136,17 @@ def adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
-    """Describe the error of one value, in the words of pydantic."""
-    said = (NAME if e["type"] == "string_pattern_mismatch" else e["msg"] for e in error.errors())
-    reasons = "; ".join(reason.removeprefix("Value error, ") for reason in said)
-    return f"{origin}: {key} = {shortened(value)}: {reasons[:1].lower()}{reasons[1:]}"
+    """Describe the error of one value."""
+    said = (NAME if e["type"] == "string_pattern_mismatch" else _in_our_words(e["msg"]) for e in error.errors())
+    return f"{origin}: {key} = {shortened(value)}: {'; '.join(said)}"
+
+
+def _in_our_words(reason: str) -> str:
+    """Return pydantic's message as ours are: `Input should be a valid number, unable to …` → `must be a number`."""
+    reason = re.sub("^Value error, |, unable to (parse|interpret) .*", "", reason)
+    reason = re.sub("^Input should be a valid boolean", "must be true or false", reason)
+    reason = re.sub("^Input should (be an? valid |)", lambda found: "must be a " if found[1] else "must ", reason)
+    return re.sub("^must be a (?=integer)", "must be an ", reason[:1].lower() + reason[1:])
 
 
 def shortened(value: Any) -> str:

@@ -20,14 +20,14 @@ WRONG = [
     ("-train.steps 3", "command line: -train.steps is not an option; did you mean --train.steps?"),
     ("---optim.peak-lr=3", "command line: ---optim.peak-lr is not an option; did you mean --optim.peak-lr?"),
     ("--overwrit", "command line: overwrit is not a setting; did you mean overwrite?"),
-    ("--optim.peak-lr abc", "command line: optim.peak_lr = 'abc': input should be a valid number"),
-    ("--optim.peak-lr nan", "command line: optim.peak_lr = 'nan': input should be a finite number"),
-    ("--optim.peak-lr -1", "command line: optim.peak_lr = '-1': input should be greater than 0"),
+    ("--optim.peak-lr abc", "command line: optim.peak_lr = 'abc': must be a number"),
+    ("--optim.peak-lr nan", "command line: optim.peak_lr = 'nan': must be a finite number"),
+    ("--optim.peak-lr -1", "command line: optim.peak_lr = '-1': must be greater than 0"),
     ("--optim.peak-lr", "command line: optim.peak-lr has no value"),
-    ("--train.steps abc", "command line: train.steps = 'abc': input should be a valid integer"),
-    ("--train.steps 0", "command line: train.steps = '0': input should be greater than 0"),
-    ("--model.tied maybe", "command line: model.tied = 'maybe': input should be a valid boolean"),
-    ("--log.wandb on", "command line: log.wandb = 'on': input should be 'disabled', 'offline' or 'online'"),
+    ("--train.steps abc", "command line: train.steps = 'abc': must be an integer"),
+    ("--train.steps 0", "command line: train.steps = '0': must be greater than 0"),
+    ("--model.tied maybe", "command line: model.tied = 'maybe': must be true or false"),
+    ("--log.wandb on", "command line: log.wandb = 'on': must be 'disabled', 'offline' or 'online'"),
     ("--backend tf", "'tf' names no backend: write FILE.py:NAME or module:NAME"),
     ("--name ../x", "command line: name = '../x'"),
     ("--resume", "command line: resume has no value"),
@@ -76,7 +76,7 @@ def test_a_missing_positional(refused) -> None:
     [
         (
             "--steps abc",
-            "command line: steps = 'abc': input should be a valid integer, unable to parse string as an integer",
+            "command line: steps = 'abc': must be an integer",
         ),
         ("--steps 0", "command line: steps = 0: must be at least 1"),
         ("--step 1", "command line: step is not a setting; did you mean steps?"),
@@ -101,7 +101,7 @@ def test_a_setting_that_a_command_does_not_take(refused, run_file: Path, command
 
 def test_wrong_options_of_prepare(refused, run_file: Path) -> None:
     assert "workers = -1" in refused("data", "prepare", run_file, "--workers", "-1")
-    assert "workers = 'x': input should be a valid integer" in refused("data", "prepare", run_file, "--workers", "x")
+    assert "workers = 'x': must be an integer" in refused("data", "prepare", run_file, "--workers", "x")
 
 
 def test_every_error_at_once_each_with_its_place(lockstep: Lockstep, here: Path) -> None:
@@ -112,9 +112,9 @@ def test_every_error_at_once_each_with_its_place(lockstep: Lockstep, here: Path)
     assert sorted(done.lines) == sorted(
         [
             "lockstep: command line: trian.steps is not a setting; did you mean train.steps?",
-            "lockstep: command line: data.seed = '-1': input should be greater than or equal to 0",
+            "lockstep: command line: data.seed = '-1': must be greater than or equal to 0",
             f"lockstep: {file}: optim.peek_lr is not a setting; did you mean optim.peak_lr?",
-            f"lockstep: {file}: model.layers = 'two': input should be a valid integer",
+            f"lockstep: {file}: model.layers = 'two': must be an integer",
             f"lockstep: {file}: model.hidden: 8 heads do not divide hidden = 65",
         ]
     )

@@ -42,7 +42,7 @@ def test_a_search_with_one_that_cannot_run(lockstep: Lockstep, here: Path, monke
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "nothing to search for: name a run file, as in lockstep bench best configs/llama-1b.toml"),
+        ([], "nothing to search for; name a run file: lockstep bench best configs/llama-1b.toml"),
         ([TINY, "--minutes", "0"], "command line: minutes = 0.0: must be a number above 0"),
         ([TINY, "--few", "0"], "command line: few = 0: must be at least 1"),
         (

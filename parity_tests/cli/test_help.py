@@ -20,6 +20,7 @@ from lockstep.scripts.shared.examples import EXAMPLES, examples_of
 
 # By default there is something to say of each; `every` of a section is explained by the section.
 SETTINGS = settings()
+BENCHES = [name for name in COMMANDS if name.startswith("bench ")]
 
 
 # Sections of a run file that help of a command shows, since they are all that it is about.
@@ -202,6 +203,8 @@ def test_preparing_shows_what_bears_on_data_alone(lockstep: Lockstep) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["bench"], f"bench is the first word of {len(BENCHES)} commands: {', '.join(BENCHES)}"),
+        (["bench", "stp"], "bench stp is not a command; did you mean bench step?"),
         (["data"], "data is not a command; did you mean data prepare?"),
         (["data", "prpare"], "data prpare is not a command; did you mean data prepare?"),
         (["trian"], "trian is not a command; did you mean train?"),
@@ -221,8 +224,11 @@ def lacking(page: str, example: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_example_has_every_option_that_is_required(lockstep: Lockstep, command: str) -> None:
-    page = lockstep(*command.split(), "--help").out
+def test_an_example_has_every_option_that_is_required(
+    help_in_colours: Callable[[str, int], Terminal], command: str
+) -> None:
+    page = "\n".join(help_in_colours(command, 80).lines)
+    assert "\n│ -h, --help " in page
     examples = [line.split("#")[0] for line in page.splitlines() if line.startswith(f"  lockstep {command}")]
     assert examples and [(example, lacking(page, example)) for example in examples if lacking(page, example)] == []
 

@@ -55,7 +55,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "widths": ((*RATES, "--widths", "64,100"), "at width 100 model.heads would be 4 × 100 / 64, which is not whole"),
     "jobs": ((*RATES, "--jobs", "-1"), "jobs = -1: at least 0"),
-    "an engine": ((*RATES, "--engine", "slurm"), "engine = 'slurm': input should be 'local' or 'ray'"),
+    "an engine": ((*RATES, "--engine", "slurm"), "engine = 'slurm': must be 'local' or 'ray'"),
     "an address": ((*RATES, "--ray-address", "auto"), "ray_address: only with --engine ray"),
     "no Ray there": (
         (*RATES, "--engine", "ray", "--ray-address", "127.0.0.1:1"),

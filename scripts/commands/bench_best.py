@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
     options, given = parse(BenchBest, "bench best", argv, with_settings=True, shown=_bears_on_it)
     if options.config is None:
-        raise UserError("nothing to search for: name a run file, as in lockstep bench best configs/llama-1b.toml")
+        raise UserError("nothing to search for; name a run file: lockstep bench best configs/llama-1b.toml")
     if not (math.isfinite(options.minutes) and options.minutes > 0):
         raise UserError(f"command line: minutes = {options.minutes}: must be a number above 0")
     for name in ("batch", "few", "many"):

@@ -38,14 +38,14 @@ class Convert:
 def main(argv: list[str]) -> int:
     """Convert, read the result back, and compare every bit."""
     from lockstep.core.checkpoint.format import MANIFEST
-    from lockstep.core.run.layout import is_run
+    from lockstep.core.run.layout import LISTED, is_run
 
     options, _ = parse(Convert, "convert", argv, with_settings=False)
     source, target = options.source, options.target
     if target.exists():
         raise UserError(f"{target} exists already; name a new folder")
     if not is_run(source) and not (source / MANIFEST).exists():
-        raise UserError(f"{source} is neither a checkpoint nor a run directory")
+        raise UserError(f"{source} is neither a checkpoint nor a run directory; {LISTED}")
     if not is_run(source):
         print(convert(source, target, options.to))
         return 0

@@ -85,7 +85,9 @@ def main(argv: list[str]) -> int:
     def config_of(recipe: str) -> RunConfig:
         config = load_config(options.config, with_recipe(given, recipe))
         if config.model.layers < 2:
-            raise UserError(f"model.layers = {config.model.layers}: faults are planted in the second block as well")
+            raise UserError(
+                f"model.layers = {config.model.layers}: faults are planted in the first two blocks; set it to 2 or more"
+            )
         return config
 
     configs = [config_of(recipe) for recipe in options.recipe]

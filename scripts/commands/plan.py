@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
         raise UserError(f"command line: price = {options.price:g}: must be a number of at least 0")
     if options.config is None:
-        raise UserError("nothing to plan: name a run file, as in lockstep plan configs/quickstart.toml")
+        raise UserError("nothing to plan; name a run file: lockstep plan configs/quickstart.toml")
     config = load_config(options.config, given)
     gpu = gpu_named(options.gpu or ("cpu" if config.device == "cpu" else "h100"))
     price = gpu.price if options.price is None else options.price

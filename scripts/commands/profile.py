@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     options, given = parse(Profile, "profile", argv, with_settings=True)
     if (options.config is None) == (options.trace is None):
-        raise UserError("name either a run file to profile or --trace FILE to summarize")
+        raise UserError("name either a run file to profile or --trace FILE to summarize, not both")
     if options.top < 1:
         raise UserError(f"top = {options.top}: must be at least 1")
     if options.trace:

@@ -103,5 +103,8 @@ def chosen(names: Sequence[str]) -> list[Exhibit]:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise UserError(f"no exhibit is named {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            raise UserError(
+                f"no exhibit is named {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "; lockstep museum lists them")
+            )
     return [known[name] for name in dict.fromkeys(names)]
