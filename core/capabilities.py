@@ -42,7 +42,7 @@ def ask_stream(of: object, capability: type[Capability], method: str) -> Capabil
     """Return a session as one that streams what `method` gives at once.
 
     Raises NotSupported as `ask`, and where `method` is not marked by `collects`: a subclass that overrides it shows
-    what it wants to show there, and the streaming method of its base class does not know of that.
+    other values there, which the streaming method of its base class does not use.
     """
     plain = getattr(getattr(of, method, None), "__func__", None)
     # A function that wraps a marked method may copy its attributes, and is another function.
@@ -207,7 +207,7 @@ class Decodes(Protocol):
     """A session whose cache of keys and values serves one prompt after another, as `lockstep sample` uses it."""
 
     def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function to logits (V,) of the token that follows `tokens`, int32 (n,), at the weights of now.
+        """Return a function to logits (V,) of the token that follows `tokens`, int32 (n,), at the present weights.
 
         The cache lasts from call to call; `tokens` may begin anew. Raises NotSupported as `cached_logits`.
         """

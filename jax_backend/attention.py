@@ -8,7 +8,7 @@ each block's part to gradients that are *stored in bf16*: over 16 blocks of 64 q
 of k and v 1.9 times less exact. CUDA kernels accumulate in FP32.
 
 Under a mask of documents torch's CPU call runs the same kernel; what the mask takes out adds zeros. Its `math` kernel
-computes in FP32 from operands in bf16 and rounds what comes out, forward and backward; where it knows of grouped
+computes in FP32 from operands in bf16 and rounds what comes out, forward and backward; where it handles grouped
 queries, it sums the gradients of a group before it rounds them. The flash kernel then adds those of a group's queries
 one head after another, in bf16.
 """

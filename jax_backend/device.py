@@ -55,9 +55,9 @@ def _smallest_memory(count: int) -> float:
         done = subprocess.run([*ASK, *chosen], capture_output=True, text=True, timeout=60, check=True)
         found = [float(line) * MIB for line in done.stdout.splitlines()[:count]]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = f"nvidia-smi does not say what memory the GPU has ({type(error).__name__})"
+        said = f"nvidia-smi does not report the GPU's memory ({type(error).__name__})"
         raise UserError(f"parity.reference_device = 'cuda': {said}") from error
     if len(found) < count or visible == "":
         seen = 0 if visible == "" else len(found)
-        raise UserError(f"parity.reference_device = 'cuda' wants {count} GPUs, and nvidia-smi sees {seen}")
+        raise UserError(f"parity.reference_device = 'cuda' needs {count} GPUs, and nvidia-smi lists {seen}")
     return min(found)

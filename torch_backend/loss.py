@@ -105,7 +105,7 @@ def _losses_and_gradient_into(
 
 
 def _is_whole(logits: Tensor) -> bool:
-    """Return whether all logits are taken at once: a compiler fuses what it is given, and a GPU likes few kernels."""
+    """Return whether all logits are taken at once: a compiler fuses them, and a GPU is faster with few kernels."""
     return torch.compiler.is_compiling() or logits.device.type != "cpu"
 
 

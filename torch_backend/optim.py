@@ -247,7 +247,7 @@ def _stretch(tensor: Any, which: slice) -> Any:
 
 
 def step_is_compiled(config: RunConfig) -> bool:
-    """Return whether torchao's step goes through torch.compile, for which it knows no other backend than Inductor."""
+    """Return whether torchao's step goes through torch.compile, whose only backend there is Inductor."""
     return config.compile.enabled and config.compile.backend == "inductor"
 
 

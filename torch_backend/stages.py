@@ -159,7 +159,7 @@ def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy:
     out = function(tensors)
     if grad is None:
         return {"out": out}
-    # A plain layer knows nothing of FP8's amaxes.
+    # A plain layer has no amaxes of FP8.
     sent = torch.autograd.grad(
         out, list(leaves.values()), grad.to(out.dtype), allow_unused=True, materialize_grads=True
     )

@@ -119,7 +119,7 @@ def check_config(config: RunConfig) -> None:
         f"train.ranks = {config.train.ranks}": config.train.ranks != 1,
     }
     if found := [what for what, is_there in unknown.items() if is_there]:
-        raise UserError(f"bench ladder: its naive loaders know no {', '.join(found)}; name a run without")
+        raise UserError(f"bench ladder: its naive loaders do not support {', '.join(found)}; name a run without")
 
 
 def result(

@@ -105,7 +105,7 @@ def check_comparable(config: RunConfig) -> None:
         != config.model.o_bias,
     }
     if found := [what for what, is_there in unknown.items() if is_there]:
-        raise UserError(f"bench peers: the peers know no {', '.join(found)}; name a run without")
+        raise UserError(f"bench peers: the peers do not support {', '.join(found)}; name a run without")
 
 
 def bound(one: RunConfig, other: RunConfig, step: int) -> float:

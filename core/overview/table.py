@@ -142,7 +142,7 @@ def differences_of(row: Row, keys: Sequence[str], baseline: Row | None, most: in
 
 
 def remarks(row: Row) -> list[str]:
-    """Return what a reader should know of a run besides its figures."""
+    """Return the notes on a run beside its figures."""
     left = f"steps left behind in {', '.join(row.left[:3])}{', …' if len(row.left) > 3 else ''}" if row.left else ""
     why = f"{row.state}: {row.why}" if row.why else ""
     return [text for text in (why, *row.history, left, *row.problems) if text]

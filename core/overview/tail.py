@@ -1,4 +1,4 @@
-"""Read the last records of a run without reading the others: a run has as many as it likes."""
+"""Read the last records of a run without reading the others: a run has any number of them."""
 
 from __future__ import annotations
 

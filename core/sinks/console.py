@@ -33,8 +33,8 @@ class ConsoleSink:
     an interval: norms, memory, the loss in FP32, attention logits, and at the end where the time went.
     A step's line fits the console: what matters less is left out, and stands in the records. Validation, checks, notes
     and samples get a line of their own in both cases, broken between words on a terminal. Reasons for skipped checks
-    that repeat are said once. When nobody reads any more (the terminal was closed), the words go nowhere and training
-    goes on.
+    that repeat are printed once. When nobody reads any more (the terminal was closed), the words go nowhere and
+    training goes on.
     """
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None, verbose: bool = False) -> None:

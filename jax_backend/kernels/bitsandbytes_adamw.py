@@ -13,8 +13,8 @@ it::
     p ← (−lr·c₂/c₁ · (m / (√v + ε·c₂)) + p)                 with FP32 moments, of small tensors
     m, v ← in codes and scales                              with 8-bit moments
 
-All of it is written in FP64 with each rounding said: XLA contracts what it likes of FP32, and FP64 holds the product of
-two FP32 numbers. Moments are the library's bits. Weights are so but for torch's √, which MKL gives an ulp off for a
+All of it is written in FP64 with each rounding explicit: XLA may contract FP32 operations, and FP64 holds the product
+of two FP32 numbers. Moments are the library's bits. Weights are so but for torch's √, which MKL gives an ulp off for a
 fifth of all numbers.
 
 The CUDA kernels differ, and are not mirrored: weights decay after the step; quotients and powers are approximate

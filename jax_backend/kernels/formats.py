@@ -1,6 +1,7 @@
 """Floating formats narrower than FP32, and rounding to them in place: values change, the dtype does not.
 
-XLA may remove a pair of converts; `lax.reduce_precision`, which it may not, knows no subnormal numbers and no e4m3.
+XLA may remove a pair of converts; `lax.reduce_precision`, which it may not, supports neither subnormal numbers nor
+e4m3.
 """
 
 from __future__ import annotations

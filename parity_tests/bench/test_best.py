@@ -34,7 +34,7 @@ class Config:
 
 
 class Foresight:
-    """A plan that knows nothing of attention kernels. needs: bytes by micro-batch."""
+    """A plan without attention kernels. needs: bytes by micro-batch."""
 
     memory = 80.0
 

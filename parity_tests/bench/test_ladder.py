@@ -205,8 +205,8 @@ def test_sequences_of_another_length_have_as_many_tokens():
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ({"attention.document_mask": "true"}, "know no attention.document_mask"),
-        ({"train.ranks": "2"}, "know no train.ranks = 2"),
+        ({"attention.document_mask": "true"}, "do not support attention.document_mask"),
+        ({"train.ranks": "2"}, "do not support train.ranks = 2"),
         ({"model.vocab_size": "200"}, "model.vocab_size = 200: made-up tokens need 257"),
     ],
 )

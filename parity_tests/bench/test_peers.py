@@ -173,7 +173,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("key", UNKNOWN)
 def test_what_the_peers_do_not_know_is_refused(key):
-    with pytest.raises(UserError, match=f"the peers know no {key}"):
+    with pytest.raises(UserError, match=f"the peers do not support {key}"):
         check_comparable(config(**{key: UNKNOWN[key]}))
 
 

@@ -1,4 +1,4 @@
-"""`lockstep faults`: what is promised is compared with what is said, and nothing that goes wrong is passed over."""
+"""`lockstep faults`: findings are compared with the expected ones, and no error is passed over."""
 
 from __future__ import annotations
 

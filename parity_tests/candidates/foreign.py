@@ -1,4 +1,4 @@
-"""Models as somebody else would write them: fused projections, other names, other layouts. They know no Lockstep."""
+"""Models as somebody else would write them, without Lockstep: fused projections, other names, other layouts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ SESSIONS: dict[str, tuple[Backend, str, int, str]] = {
 
 @pytest.mark.parametrize("which", SESSIONS)
 def test_what_was_written_is_the_state_at_its_beginning(tmp_path: Path, which: str) -> None:
-    """The session takes a step between the copy and the writing: bits are those of before."""
+    """The session takes a step between the copy and the writing: bits are those before it."""
     session = opened(*SESSIONS[which])
     batch = text_batch(session.config)  # type: ignore[attr-defined]
     session.step(batch)

@@ -63,7 +63,7 @@ def test_a_resumed_run_names_its_own_settings(lockstep: Lockstep, refused, run_f
     assert refused("train", "--resume", "runs/tiny").endswith("lockstep data prepare runs/tiny/config.toml")
 
 
-# Arguments of `data prepare`, what lies in the file `source.txt`, and what must be said.
+# Arguments of `data prepare`, what lies in the file `source.txt`, and the message that is due.
 UNPREPARABLE = [
     ("--data.source nowhere", "", "the source nowhere does not exist"),
     ("--data.source source.txt", "", "no text in"),

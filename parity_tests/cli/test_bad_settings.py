@@ -12,7 +12,7 @@ from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.tiny import tiny_config
 from lockstep.scripts.studies.clean_runs import draw_config
 
-# Arguments after `train FILE`, and what must be said.
+# Arguments after `train FILE`, and the message that is due.
 WRONG = [
     ("--optim.peek-lr 3", "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr?"),
     ("--optim.peek-lr=3", "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr?"),

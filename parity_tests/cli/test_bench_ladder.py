@@ -56,7 +56,7 @@ def test_a_planted_fault_in_a_rung(lockstep: Lockstep, here: Path, monkeypatch: 
         ([TINY, "--lengths", "48"], "command line: lengths = 48: a micro-batch of 2 sequences of 32 tokens cannot "),
         (["--kilotokens", "0"], "command line: kilotokens = 0: must be a number from 1 to 4000000"),
         ([TINY, "--attention.document-mask", "true"], "attention.document_mask"),
-        ([TINY, "--train.ranks", "2"], "bench ladder: its naive loaders know no train.ranks = 2; "),
+        ([TINY, "--train.ranks", "2"], "bench ladder: its naive loaders do not support train.ranks = 2; "),
         (["--page", "page.md"], "cannot read bench_ladder.json: No such file or directory"),
     ],
 )

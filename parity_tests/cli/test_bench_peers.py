@@ -41,7 +41,7 @@ def test_a_row_its_file_and_its_page(lockstep: Lockstep, here: Path) -> None:
         (["--rounds", "0"], "command line: rounds and warmup: each must be at least 1"),
         (["--threads", "-1"], "command line: threads = -1: must be a number from 0 to 1024"),
         (["--seconds", "nan"], "command line: seconds = nan: must be a number above 0"),
-        ([TINY, "--optim.name", "muon", *QUICK], "bench peers: the peers know no optim.name = 'muon'; "),
+        ([TINY, "--optim.name", "muon", *QUICK], "bench peers: the peers do not support optim.name = 'muon'; "),
         (["--page", "page.md"], "cannot read bench_peers.json: No such file or directory"),
     ],
 )

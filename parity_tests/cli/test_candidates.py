@@ -91,7 +91,7 @@ def test_what_is_no_number_or_has_another_name_or_shape_disagrees(
     assert tap in (found["origin"]["tap"], None)
 
 
-# A candidate, and what must be said in one line.
+# A candidate, and the one line that is due.
 CANNOT = {
     "Stateless": "the check could not run: NotSupported: mine keeps its state to itself",
     "RaisesWhenItOpens": "the check could not run: RuntimeError: no luck (",
@@ -130,7 +130,7 @@ def test_a_step_that_disagreed_counts_although_the_next_one_raised(lockstep: Loc
     assert (found["verdict"], found["origin"]["stage"], found["steps"]) == ("disagreed", "learning_rate", [1])
 
 
-# Contents of mine.py, and what must be said of `--candidate mine.py:Mine`.
+# Contents of mine.py, and the message for `--candidate mine.py:Mine`.
 FILES = {
     None: "no such file: mine.py",
     "def (:\n": "importing mine.py failed: SyntaxError: ",

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: what is wrong is said in one line before anything is written, and killed trials cost nothing."""
+"""`lockstep sweep`: a mistake is reported in one line before anything is written, and killed trials cost nothing."""
 
 from __future__ import annotations
 

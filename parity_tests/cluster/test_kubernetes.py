@@ -195,7 +195,7 @@ def test_and_in_a_job_and_a_service() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_its_numbers_and_names_agree(name: str) -> None:
-    """Pods, names, volumes and GPUs are said in several places."""
+    """Pods, names, volumes and GPUs stand in several places."""
     job, first = job_of(name)
     pod, container = job["template"]["spec"], container_of(name)
     words = container["command"]

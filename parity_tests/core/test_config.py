@@ -1,4 +1,4 @@
-"""Run files: what is wrong is said all at once, with file and key; what is right comes back equal."""
+"""Run files: mistakes are reported all at once, with file and key; valid settings come back equal."""
 
 import math
 from pathlib import Path

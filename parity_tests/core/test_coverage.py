@@ -66,7 +66,7 @@ def path(tmp_path):
 
 
 def resumed(path, step, every=None):
-    """Go on after `step`, checking every so many steps from there; what was said of lost lines."""
+    """Go on after `step`, checking every so many steps from there; the reports of lost lines."""
     said = []
     settings = {} if every is None else {"parity.every": str(every)}
     with RunDir.open(path, write=True, changes=Changes(settings), done=step) as run:

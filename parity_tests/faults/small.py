@@ -59,7 +59,7 @@ def _one_doubled(grad: Tensor) -> Tensor:
     size = grad.abs()
     # An element near the tensor's rms: neither the largest nor one that is next to nothing.
     at = (size - size.square().mean().sqrt()).abs().argmin()
-    # By a mask: a compiled program knows no number to index with.
+    # By a mask: a compiled program has no number to index with.
     here = torch.arange(grad.numel(), device=grad.device).view_as(grad) == at
     return torch.where(here, 2 * grad, grad)
 

@@ -22,11 +22,14 @@ from lockstep.parity_tests.repository import REPO, parsed
 ROOMS = ("core", "torch_backend", "jax_backend", "scripts", "lockstep", "parity_tests", "docs")
 # A sentence that begins with one of these has its subject late: "Of the rest one is measured", "What differs is told".
 FIRST_WORDS = "Of|What|Whose|Whether|Who|That"
-# Verbs of persons. Code prints, reports, states, names, returns, requires, reads, searches or yields.
-PERSONS = r"says|(?:is|are|was|were|be|been) told|gives? way|looks|waits? for nobody|asks"
+# Verbs of persons. Code prints, reports, states, names, returns, requires, reads, searches, supports, has or yields.
+PERSONS = (
+    r"says|(?:is|are|was|were|be|been) (?:told|said)|gives? way|looks|waits? for nobody|asks|wants|likes|believes"
+    r"|knows? (?:no|nothing|nobody|of)"
+)
 # A sentence begins a text or a paragraph, or follows the end of another one.
 DENIED = re.compile(rf"(?:\A|(?<=[.!?:] )|(?<=[.!?]\) )|(?<=\n))(?:{FIRST_WORDS})\b|\b(?:{PERSONS})\b")
-ANY = re.compile(rf"\b(?:{FIRST_WORDS}|{PERSONS})\b|told")
+ANY = re.compile(rf"\b(?:{FIRST_WORDS}|{PERSONS})\b|told|said|knows?")
 # The verbs with which the docstring of a function begins. A verb that is missing is added to the file.
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
 # Verbs that are nouns as well are nouns before one of these: "Time of a step", "Step → file".
@@ -205,6 +208,9 @@ def test_the_rooms_are_read() -> None:
         "The judge looks at nothing else.",
         "One that hangs waits for nobody.",
         "A check asks for norms.",
+        "Skipped checks are\nsaid once.",
+        "The loaders know no ranks.",
+        "A GPU likes few kernels.",
     ],
 )
 @pytest.mark.parametrize("form", ["docstring", "comment", "message"])
@@ -224,7 +230,8 @@ def test_a_planted_sentence_is_seen(text: str, form: str) -> None:
     "source",
     [
         'x = "says"\n',  # one word: a name
-        "said = looks = asks = 1\n",
+        "said = looks = asks = wants = 1\n",
+        "# The path said above. The shapes are known, and nobody knows the rest.\n",
         '"""Return the rank whose part this is, what it holds, and whether it is whole."""\n',
         "# The value that was asked for.\n",
     ],

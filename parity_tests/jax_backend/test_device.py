@@ -92,17 +92,17 @@ def test_kernels_are_not_chosen_by_timing_them_unless_the_user_says_so(smi, told
 
 def test_no_gpu(smi, told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ASK", ["no-such-program"])
-    with pytest.raises(UserError, match=r"nvidia-smi does not say what memory the GPU has \(FileNotFoundError\)$"):
+    with pytest.raises(UserError, match=r"nvidia-smi does not report the GPU's memory \(FileNotFoundError\)$"):
         device.use_device(on_gpu(4))
     monkeypatch.setattr(device, "ASK", ["nvidia-smi"])
     smi()
-    with pytest.raises(UserError, match=r"wants 1 GPUs, and nvidia-smi sees 0$"):
+    with pytest.raises(UserError, match=r"needs 1 GPUs, and nvidia-smi lists 0$"):
         device.use_device(on_gpu(4))
     smi(80 * 1024)
-    with pytest.raises(UserError, match=r"wants 2 GPUs, and nvidia-smi sees 1$"):
+    with pytest.raises(UserError, match=r"needs 2 GPUs, and nvidia-smi lists 1$"):
         device.use_device(on_gpu(4, reference_devices=2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=r"sees 0$"):
+    with pytest.raises(UserError, match=r"lists 0$"):
         device.use_device(on_gpu(4))
     assert not told
 

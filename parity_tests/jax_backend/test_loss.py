@@ -1,4 +1,4 @@
-"""The loss against closed forms: a head of zeros knows nothing, and its gradient can be written down."""
+"""The loss against closed forms: a head of zeros predicts every token alike, and its gradient can be written down."""
 
 import math
 

@@ -69,7 +69,7 @@ def test_a_check_that_is_lost_in_silence_is_wrong(trials: Trials, monkeypatch: p
     damage = Damage(RUN / CHECKS, first, None)
     assert trials.trial(damage)[0] == TOLD
     monkeypatch.setattr(directory.RunDir, "_losses", lambda *_: iter(()))
-    assert trials.trial(damage)[:2] == (WRONG, "parity.jsonl lacks lines, and nothing was said")
+    assert trials.trial(damage)[:2] == (WRONG, "parity.jsonl lacks lines without a warning")
 
 
 def test_a_setting_that_is_believed_is_wrong(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The first bad step of a run, exactly, with few checks; and what is said where the assumptions do not hold."""
+"""The first bad step of a run, exactly, with few checks; and the messages if the assumptions do not hold."""
 
 from __future__ import annotations
 

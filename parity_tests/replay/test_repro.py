@@ -145,7 +145,7 @@ def test_what_is_faulty_is_off_without_lockstep(name, tmp_path):
     assert check.origin is not None and (check.origin.stage, check.origin.phase) == (stage, phase)
     made = repro(evidence, check, CONFIG, VERSIONS)
     np.savez(tmp_path / "stage.npz", **made.tensors)
-    # Lockstep may be installed here: its packages are made impossible to import, and it is said if one is tried.
+    # Lockstep may be installed here: its packages are made impossible to import, and an attempt is reported.
     banned = ["core", "torch_backend", "jax_backend", "jax", "scripts"]
     guard = f"import sys\nsys.modules.update(dict.fromkeys({banned!r}))\n"
     head, future, rest = made.script.partition("from __future__ import annotations\n")

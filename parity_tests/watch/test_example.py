@@ -1,4 +1,4 @@
-"""The example of docs/guide/watch.md: under 60 lines, agrees, and sees a fault; core's side knows no framework."""
+"""The example of docs/guide/watch.md: under 60 lines, agrees, and sees a fault; core's side imports no framework."""
 
 from __future__ import annotations
 

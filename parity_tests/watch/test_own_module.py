@@ -373,7 +373,7 @@ def test_fp64_that_goes_narrow_is_no_truth() -> None:
     watcher = train(model=Narrows(), loss=wide_loss)
     assert watcher.verdict == "could_not"
     assert "narrows FP64, so its truth is none: Narrows: copy_ (float32)" in watcher.headline
-    # Far finer than bf16, and so good enough there; it is said all the same.
+    # Far finer than bf16, and so good enough there; it is reported all the same.
     watcher = train("gpt", "autocast", model=Narrows(), loss=wide_loss)
     assert watcher.verdict == "agreed", watcher
     assert any("narrows FP64" in item for item in watcher.checks[0].not_covered)

@@ -59,7 +59,7 @@ def fsdp_summed(own: nn.Module, **_: Any) -> Any:
     for module in wrapped.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
-            # gloo knows no other.
+            # gloo supports no other.
             module.set_force_sum_reduction_for_comms(True)
     return wrapped
 

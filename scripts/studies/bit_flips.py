@@ -259,11 +259,11 @@ class Trials:
             if any(line != written.get(step) for step, line in end.set_aside[name].items()):
                 return f"a branch's {name} holds what was never written"
             if end.lines[name].keys() != written.keys() and not told:
-                return f"{name} lacks lines, and nothing was said"
+                return f"{name} lacks lines without a warning"
             # A crash also leaves a file that ends early. Lines after the checkpoint are dropped from the run in any
             # case.
             if end.set_aside[name].keys() != later and not (told or cut):
-                return f"a branch's {name} lacks lines, and nothing was said"
+                return f"a branch's {name} lacks lines without a warning"
         return ""
 
 

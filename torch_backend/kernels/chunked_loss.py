@@ -5,7 +5,7 @@ gradient, and multiplied back into the gradients of the hidden states and of the
 the stream dtype; the backward pass only scales them. It costs no second product, and the memory of one chunk
 (as Liger's fused cross-entropy does, Hsu et al. 2024, arXiv 2410.10989).
 
-The twin knows no chunks (jax_backend/model.py): they change the order of one sum.
+The twin has no chunks (jax_backend/model.py): they change the order of one sum.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A part's inputs are kept, what it makes on the way is not (Chen et al. 2016, arXiv 1604.06174). Selective: what its
 matrix products gave is kept as well, so that only the cheap rest is computed again (Korthikanti et al. 2022,
-arXiv 2205.05198). The same operations give the same bits: no twin knows of it.
+arXiv 2205.05198). The same operations give the same bits, so the twin does not repeat it.
 """
 
 from __future__ import annotations

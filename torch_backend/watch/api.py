@@ -79,7 +79,7 @@ def watch(
             raise UserError("operations= goes with loss=: it runs your loss on your module once more")
         if accumulate is not None or ranks is not None:
             given = "accumulate=" if accumulate is not None else "ranks="
-            raise UserError(f"{given} goes with loss=: a reference gets the batches of a step as it wants them")
+            raise UserError(f"{given} goes with loss=: a reference chooses its own form of a step's batches")
         together = ranks_that_train(model, gathers=False) if sharded else None
         return api.watch(model, optimizer, reference=reference, together=together, **settings)
     if not callable(loss):

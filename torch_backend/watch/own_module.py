@@ -1,7 +1,7 @@
 """The user's own module as the reference of `watch`: truth in FP64, eager, on the CPU; twin as it trains.
 
 The two differ in what rounds alone. A check therefore finds what kernels, the compiler, autocast, accumulation,
-clipping, the optimizer and ranks do. A module that computes something else than its author believes is out of sight.
+clipping, the optimizer and ranks do. A module that computes something other than its author intended is not found.
 """
 
 from __future__ import annotations

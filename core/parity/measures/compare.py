@@ -63,7 +63,7 @@ class Reference:
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
         """Open both sessions of `backend`, uncompiled and of one rank; under fp64 the truth is the twin.
 
-        Where ranks sum their gradients in a narrow format, the twin knows of them, to round as they do. Among several
+        Where ranks sum their gradients in a narrow format, the twin rounds as they do. Among several
         ranks (`JudgeOfRanks`) rank 0 opens them.
         """
         if not isinstance(backend, JudgeOfRanks):

@@ -1,1 +1,1 @@
-"""`lockstep.watch`: the parity engine inside a training loop that knows nothing of Lockstep."""
+"""`lockstep.watch`: the parity engine inside a training loop of the user's own."""

@@ -174,7 +174,7 @@ def built(
     trainer = kind(config)
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
-            # gloo knows no product beside a sum.
+            # gloo has no product beside a sum.
             module.set_force_sum_reduction_for_comms(True)
     return trainer
 
