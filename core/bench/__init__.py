@@ -1,1 +1,1 @@
-"""The bench of whole steps: what is measured, how results are kept, and the page that is made of them."""
+"""The benches: measurements, files of results, and pages made from them."""

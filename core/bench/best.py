@@ -1,10 +1,10 @@
-"""`lockstep bench best`: which configuration is fastest, within a time limit, and why.
+"""`lockstep bench best`: search the fastest configuration within a time limit.
 
-The candidates are all combinations of the levers' choices. Those that do not fit by the plan, or are far slower than
-its best, are left out without a run. The rest are measured one at a time, most promising first: the plan's fastest,
-then those that differ from the best so far in one lever, until no such neighbour is left or the time is short. The
-leaders are then measured over more steps, and the fastest of them wins (successive halving, Jamieson & Talwalkar 2016,
-arXiv 1502.07943, with two rungs). Neighbours of the winner show what each of its choices is worth.
+The candidates are all combinations of the levers' choices. Those that by the plan do not fit, or are far slower than
+the plan's best, are left out without a run. The rest are measured one at a time: first the plan's fastest, then those
+that differ from the best so far in one lever, until no such neighbour is left or time is short. Then the leaders are
+measured over more steps, and the fastest one wins (successive halving, Jamieson & Talwalkar 2016, arXiv 1502.07943,
+with two rungs). The winner's neighbours show the gain of each of its choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 
-# A candidate that a plan expects to be this much slower than its best is not measured: plans are not that far off.
+# A candidate whose planned time is this many times the best one's is not measured: plans are not that far off.
 SLOWER = 1.5
 LEADERS = 3
 OUT_OF_TIME = "the time was up"
@@ -130,8 +130,8 @@ def search(
 ) -> None:
     """Fill in results and winner within `seconds`. few, many: steps that count of a candidate, of a leader.
 
-    Nothing is begun that would end too late if it took as long as the longest so far, and half of the time is kept for
-    leaders at most; what is still at work when the time is up is ended.
+    No candidate is started if the longest duration so far would exceed the limit. At most half of the time is reserved
+    for leaders. A candidate still running at the limit is stopped.
     """
     started, longest = clock(), 0.0
 
@@ -170,16 +170,16 @@ def search(
     while not found.ended:
         climb()
         hold_against_each_other()
-        # One that was measured over more steps is not held against one that was not.
+        # Only candidates with the same number of steps are compared.
         standing = found.measured()
         found.winner = min(final, key=lambda c: final[c]) if final else standing[0] if standing else None
-        # Over more steps another may have won, whose neighbours are still to be tried.
+        # Over more steps another candidate may win, whose neighbours are not tried yet.
         if not found.ended and _next(found) is None:
             found.ended = "no neighbour of the best was left"
 
 
 def judged(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with its median; a result whose loss is not finite is a candidate no more."""
+    """Return a result with its median, or with another status if its loss is not finite."""
     if result["status"] == "measured" and result.get("loss") is None:
         return {"status": "not_finite", "reason": "its loss is not finite"}
     if result["status"] == "failed" and str(result.get("reason", "")).startswith("NotFinite"):
@@ -229,7 +229,7 @@ def differences(found: Search) -> list[dict[str, Any]]:
 
 
 def peak(result: Mapping[str, Any]) -> int | None:
-    """Return bytes that a measured candidate took at most."""
+    """Return the peak bytes of a measured candidate."""
     memory = result["memory"]
     return next((memory[kind] for kind in ("reserved", "peak_allocated", "peak_rss") if kind in memory), None)
 

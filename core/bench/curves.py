@@ -1,9 +1,9 @@
-"""Do two recipes train alike? Loss curves of one are held against those of the other with several seeds.
+"""Compare the loss curves of two recipes, with the spread of several seeds as the limit.
 
-Both begin with the same seed, hence weights and batches: rounding alone parts them. Other seeds part by more. Losses
-are averaged over windows of steps; the distance of two curves is the root mean square of their windows' differences.
-The recipes agree where their distance at the same seed is at most the median of the distances between seeds, over all
-windows and over the last quarter of them, where what accumulates shows.
+Both begin with the same seed, hence the same weights and batches, so only rounding separates them. Other seeds differ
+by more. Losses are averaged over windows of steps; the distance of two curves is the root mean square of their windows'
+differences. The recipes agree where their distance at the same seed is at most the median of the distances between
+seeds, over all windows and over the last quarter of them, which shows accumulated differences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compare(by_seed: Mapping[int, Sequence[float]], other: Sequence[float], seed
         spread = [distance(a[part], b[part]) for a, b in itertools.combinations(curves.values(), 2)]
         apart = distance(curves[seed][part], theirs[part])
         found[name] = {"distance": apart, "between_seeds": spread, "limit": float(np.median(spread))}
-        # NaN is no agreement.
+        # NaN counts as disagreement.
         found[name]["agreed"] = bool(apart <= found[name]["limit"])
     return {**found, "agreed": all(found[name]["agreed"] for name in ("all", "last_quarter"))}
 

@@ -27,7 +27,7 @@ from lockstep.core.bench.peers import Contender
 
 SCHEMA, SUITE = 1, "data"
 _OURS, _THEIRS = "lockstep.core.bench.loaders", "lockstep.torch_backend.tools.peers.loaders"
-# Names and no imports: scripts/shared/bench_loader.py imports each in a process of its own.
+# By name: scripts/shared/bench_loader.py imports each contender in a process of its own.
 CONTENDERS = (
     Contender("lockstep", "Lockstep, tokens in memory", f"{_OURS}:InMemory", ours=True),
     Contender("lockstep-ahead", "Lockstep, by its thread", f"{_OURS}:Ahead", ours=True),
@@ -41,7 +41,7 @@ CONTENDERS = (
 ROWS = {"16x128": (16, 128), "64x1024": (64, 1024), "512x1024": (512, 1024)}
 # First batches are of this size.
 FIRST = "64x1024"
-# A data set on paper: larger than the sample that a run resumes at, and no power of four, which would be easiest to
+# A virtual data set: larger than the sample at which a run resumes, and not a power of four, which is easiest to
 # permute.
 PAPER_SAMPLES, RESUMED_AT = 1_200_000_000, (0, 1_000, 1_000_000, 1_000_000_000)
 

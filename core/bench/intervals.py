@@ -1,4 +1,4 @@
-"""Medians and ratios of what was measured in turns, with their 95 % intervals by bootstrap."""
+"""Medians and ratios of measurements made in turns, with their 95 % intervals by bootstrap."""
 
 from __future__ import annotations
 

@@ -33,9 +33,10 @@ _LOADERS = "lockstep.core.bench.loaders"
 
 @dataclass(frozen=True)
 class Rung:
-    """A rung of the ladder. adds: what it adds to the one below. loader: a class. settings: over those of rungs below.
+    """A rung of the ladder.
 
-    published: seconds of a step. ours: what it adds is a part of Lockstep.
+    adds: its addition to the rung below. loader: a class. settings: override those of rungs below. published: seconds
+    of a step. ours: its addition is a part of Lockstep.
     """
 
     name: str
@@ -46,8 +47,8 @@ class Rung:
     ours: bool = True
 
 
-# Names and no imports: scripts/shared/bench_peer.py imports each loader in a process of its own. A rung without a
-# loader has that of the rung below.
+# By name: scripts/shared/bench_peer.py imports each loader in a process of its own. A rung without a loader uses the
+# loader of the rung below.
 RUNGS = (
     Rung(
         "mmap",
@@ -63,7 +64,7 @@ RUNGS = (
     Rung("bf16", "+ mixed precision (bf16)", 0.225, settings={"precision.policy": "bf16"}),
     Rung("flash", "+ flash attention", 0.1, settings={"attention.kernel": "flash"}),
 )
-# The rung whose losses and batches the others must have: the run's own loader, in FP32, nothing compiled.
+# The other rungs must have the losses and batches of this one: the run's own loader, FP32, eager.
 EXPECTED = "vectorised"
 NUMBER = {rung.name: number for number, rung in enumerate(RUNGS, 1)}
 

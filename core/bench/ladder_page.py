@@ -14,12 +14,12 @@ from lockstep.core.bench.peers import COMPARED
 SOURCE = "“GPT-2 from scratch: training optimizations, a deep dive” (February 2026)"
 # The published batch: 64 sequences of 512 tokens.
 PUBLISHED_TOKENS = 64 * 512
-# Rounds that a verdict takes.
+# Fewest rounds for a verdict.
 FEWEST = 6
 
 
 def answers(found: Mapping[str, Any]) -> list[str]:
-    """Describe what each rung of a row gave, or why it has no figure."""
+    """Describe the result of each rung of a row, or why it has no figure."""
     if not found["rungs"]:
         return [f"{found['row']}: failed: {found['reason']}"]
     lines = []

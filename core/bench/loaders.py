@@ -1,7 +1,8 @@
 """Lockstep's loader as a contender of `lockstep bench data` and `bench ladder`, and the naive ones of the latter.
 
 A contender is a class: `Loader(folder, sequences, length, sample)` opens the data for batches [sequences, length] from
-the run's `sample` on; `take(batches)` makes so many. Those of the ladder have `make(step)` too, which returns a batch.
+the run's `sample` on; `take(batches)` makes that number of batches. Those of the ladder have `make(step)` too, which
+returns a batch.
 """
 
 from __future__ import annotations
@@ -139,10 +140,7 @@ class TokenByToken(MappedTokenByToken):
 
 
 class Watched:
-    """An endless iterator of batches, each made when it is requested.
-
-    seconds: of making the last one.
-    """
+    """An endless iterator of batches, each made on request. seconds: time to make the last one."""
 
     def __init__(self, make: Callable[[int], Batch]) -> None:
         self._make = make
@@ -158,7 +156,7 @@ class Watched:
             yield self._last
 
     def digest(self) -> str:
-        """Return what names the contents of the last batch: tokens, targets and weights."""
+        """Return a digest of the last batch: tokens, targets and weights."""
         assert self._last is not None
         found = hashlib.sha256()
         for part in (self._last.tokens, self._last.targets, self._last.weights):

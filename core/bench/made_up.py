@@ -1,4 +1,4 @@
-"""Data sets of made-up tokens for benches: one to read, and one that is large on paper alone."""
+"""Data sets of generated tokens for benches: one to read, and a virtual one of any size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.data.shards import ShardHeader, shard_name, token_bytes_for, 
 from lockstep.core.data.tokenizer import train_tokenizer
 from lockstep.core.errors import UserError
 
-# The same tokens as a file of nothing else, as the peers read them.
+# The same tokens as a raw file, which the peers read.
 RAW_NAME = "train.bin"
 VOCABULARY = 50_257
 _SHARD_TOKENS, _DOCUMENT_TOKENS = 1 << 22, 1 << 10

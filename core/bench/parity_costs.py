@@ -1,4 +1,4 @@
-"""`lockstep bench parity`: what looking at a step costs, in bytes by formula; the page of what was measured."""
+"""`lockstep bench parity`: the bytes of observing a step, by formula, and the page of the measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.parity.evidence.observations import Observation
 from lockstep.core.parity.evidence.sketch import K
 
 SCHEMA, SUITE = 1, "parity"
-# Modes of looking, as `modes` has them.
+# Modes of observation, in the order of `modes`.
 OFF, GRADIENTS, TAPS = "taps off", "gradients every step", "taps every step"
 CHECK, SHADOW = "full check every N", "shadow every N"
 _PARTS = (

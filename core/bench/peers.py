@@ -49,7 +49,7 @@ class Contender:
     extra: str = ""
 
 
-# Names and no imports: scripts/shared/bench_peer.py imports each in a process of its own.
+# By name: scripts/shared/bench_peer.py imports each contender in a process of its own.
 LOCKSTEP = "lockstep.torch_backend.tools.peers.lockstep:run"
 CONTENDERS = (
     Contender("lockstep", "Lockstep", LOCKSTEP, ours=True),
@@ -84,7 +84,7 @@ ROWS: dict[str, dict[str, str]] = {
     "fp32-compiled": {"precision.policy": "fp32", **COMPILED},
     "bf16-compiled": {"precision.policy": "bf16", **COMPILED},
 }
-# Half a unit in the last place, relative, of what a row rounds to.
+# Relative half unit in the last place of the format to which a row rounds.
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 
 
@@ -94,7 +94,7 @@ def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTEND
 
 
 def check_comparable(config: RunConfig) -> None:
-    """Raise UserError for a run whose step the peers do not know."""
+    """Raise UserError for a run whose step the peers do not support."""
     unknown = {
         f"optim.name = {config.optim.name!r}": config.optim.chosen.rules != (ADAMW,),
         f"loss.z_loss = {config.loss.z_loss:g}": config.loss.z_loss != 0,

@@ -28,7 +28,7 @@ from lockstep.core.files.atomic import write_atomically
 from lockstep.core.model.budget import floor_seconds, hfu, mfu, peak_flops
 
 SCHEMA, SUITE = 1, "step"
-# Status → the table's words in the place of a figure.
+# Status → the table's words instead of a figure.
 STATUSES = {
     "measured": "",
     "refused": "cannot run here",
@@ -70,7 +70,7 @@ def series_of(
 
 
 def put(series: Series, result: Mapping[str, Any]) -> None:
-    """Add a row's result; an earlier one of the same row goes."""
+    """Add a row's result in place of an earlier one."""
     series["rows"] = [row for row in series["rows"] if row["row"] != result["row"]] + [dict(result)]
 
 

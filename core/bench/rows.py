@@ -49,8 +49,8 @@ class Row:
         return {**LEVERS, **self.settings, **batch, "device": device}
 
 
-# Every lever, so that a row means the same under any run file: bf16, compiled, whole logits, flash attention
-# (what torch chose when the figures were published), nothing computed again, AdamW.
+# Every lever, so that a row means the same under any run file: bf16, compiled, whole logits, flash attention (torch's
+# choice when the figures were published), no recomputation, AdamW.
 LEVERS = {
     "precision.policy": "bf16",
     "precision.casts": "lockstep",
@@ -110,7 +110,7 @@ ROWS: tuple[Row, ...] = (
         4,
         settings={"precision.policy": "tf32", **_kernel("efficient")},
     ),
-    # AdamW a list operation at a time, as torch's default is.
+    # AdamW one list operation at a time, torch's default.
     Row("bf16", "bf16, compile", 16, settings={"optim.fused": "false"}, published=Published(0.525, 78.6, "autocast")),
     Row("fused", "+ fused AdamW", 16, published=Published(0.504, 73.6)),
     Row("fused-autocast", "the same under torch.autocast's casts, as published", 16, settings=AUTOCAST),

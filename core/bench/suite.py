@@ -1,4 +1,4 @@
-"""Row after row, each in a process of its own, the file written after each; and whether there is time for another."""
+"""Measure row after row, each in a process of its own, and write the file after each, within a time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.plan import GPUS, fits
 
-# No row takes longer than this, compilation included, or it hangs.
+# A row that takes longer than this, compilation included, counts as hung.
 ROW_LIMIT = 1800.0
 Job = Mapping[str, Any]
 # (job, seconds that it may take) → what the process answered, at least `status` and `reason`.
@@ -99,7 +99,7 @@ class Plan:
 def to_do(rows: Sequence[Row], series: Series, resume: bool, ignore_plan: bool = False) -> list[Row]:
     """List the rows to measure; when resuming, skip those already measured, and put those that timed out last.
 
-    ignore_plan: measure a row that was left out by the plan too.
+    ignore_plan: also measure a row that the plan leaves out.
     """
     if not resume:
         return list(rows)
@@ -111,13 +111,13 @@ def to_do(rows: Sequence[Row], series: Series, resume: bool, ignore_plan: bool =
 def cannot_fit(config: RunConfig, device: Mapping[str, Any]) -> str | None:
     """Return why a row does not fit into the device's memory by the plan (core/plan); None if it may.
 
-    device: facts of torch_backend/tools/bench.py; nothing is known of one without `memory_bytes`. The plan does not
+    device: facts of torch_backend/tools/bench.py; a device without `memory_bytes` has no limit. The plan does not
     estimate `recompute.memory_budget`.
     """
     there = device.get("memory_bytes")
     if not there or config.recompute.memory_budget < 1:
         return None
-    # Any GPU stands for all: what a step allocates does not depend on which one it is.
+    # Any GPU will do: a step's allocations do not depend on the GPU.
     estimate = fits(config, replace(GPUS["h100"], memory=there))
     if estimate.fits:
         return None
@@ -137,7 +137,7 @@ def measure_rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure rows and put each result into the series; yields it. Ends early when another row would not fit.
 
-    The longest row so far, of the series too, is what the next one is expected to take.
+    The next row is expected to take as long as the longest one so far, earlier rows of the series included.
     configure: the row's configuration; a UserError of it is the row's result.
     """
     started = clock()

@@ -1,4 +1,4 @@
-"""Processes that stay alive side by side and take their steps in turn: what disturbs the machine disturbs all alike."""
+"""Processes that stay alive side by side and take their steps in turns, so that other work disturbs all alike."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lockstep.core.errors import UserError
 class Side:
     """A contender's process. It reads a job as a line of JSON, then `go` for each step and `end`; answers in lines.
 
-    Answers go to its standard output; what else is printed goes to `log`.
-    Raises UserError with the contender's name if the process reports that it cannot, dies, or gives nothing in time.
+    Answers go to its standard output; all other output goes to `log`.
+    Raises UserError with the contender's name if the process reports an error, dies, or does not answer in time.
     """
 
     def __init__(self, name: str, command: Sequence[str], root: Path, log: IO[str], environment: Mapping[str, str]):
@@ -53,7 +53,7 @@ class Side:
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._process.stdout], [], [], max(ends - time.monotonic(), 0.0))
             if not ready:
-                raise UserError(f"{self.name}: gave nothing for {limit:.0f} s")
+                raise UserError(f"{self.name}: no answer for {limit:.0f} s")
             read = os.read(self._process.stdout.fileno(), 65536)
             if not read:
                 raise UserError(f"{self.name}: its process ended with {self._process.wait()} and no answer")
@@ -65,7 +65,7 @@ class Side:
         return found
 
     def close(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and all its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -89,8 +89,8 @@ def answers_in_turns(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the answers to `message`, those of `warmup` rounds first, by contender.
 
-    In each round every contender makes one step; who begins moves on by one. After `seconds` there is no further round,
-    but one is counted in any case. limit: seconds that one step may take, compilation included.
+    In each round every contender makes one step; each round begins with the next contender. After `seconds` no round
+    begins, but at least one is counted. limit: seconds that one step may take, compilation included.
     """
     said: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     started = time.monotonic()

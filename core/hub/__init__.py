@@ -1,1 +1,1 @@
-"""Models as Hugging Face's folders hold them: settings and tensors by their names, files in and out. No framework."""
+"""Models in Hugging Face's folders: settings and tensors by their names, reading and writing. No framework."""

@@ -1,4 +1,4 @@
-"""config.json and `ModelConfig`, one from the other, by the table of a family."""
+"""Convert between config.json and `ModelConfig`, by the table of a family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def family_of(config: Mapping[str, Any], origin: str) -> HubFamily:
     family = by_architecture(name) if isinstance(name, str) else None
     known = ", ".join(one.architecture for one in HUB.values())
     if family is None:
-        raise UserError(f"{origin}: architectures = {shortened(named)}: the architectures that are known are {known}")
+        raise UserError(f"{origin}: architectures = {shortened(named)}: known architectures are {known}")
     if config.get("model_type") != family.model_type:
         raise UserError(
             f"{origin}: model_type = {shortened(config.get('model_type'))}: {family.architecture} is a "
@@ -41,9 +41,9 @@ def family_of(config: Mapping[str, Any], origin: str) -> HubFamily:
 
 
 def model_of(config: Mapping[str, Any], origin: str) -> tuple[HubFamily, ModelConfig, list[str]]:
-    """Return the model that a config.json describes: its family, its settings, and in words what is left out.
+    """Return the model that a config.json describes: its family, its settings, and a list of ignored keys.
 
-    Raises UserError that names the key: another architecture, activation or rotation, a value that no model has.
+    Raises UserError that names the key: another architecture, activation or rotation, or an impossible value.
     """
     family = family_of(config, origin)
     for fixed in (*COMMON, *family.fixed):
@@ -69,7 +69,7 @@ def model_of(config: Mapping[str, Any], origin: str) -> tuple[HubFamily, ModelCo
 def config_of(model: ModelConfig, family: HubFamily, longest: int) -> dict[str, Any]:
     """Return the keys of config.json that describe a model. longest: tokens of its longest sequence.
 
-    Raises UserError that names the setting which the architecture cannot express.
+    Raises UserError that names the setting that the architecture cannot express.
     """
     if family.layers and not model.window:
         raise UserError(
@@ -133,7 +133,7 @@ def _value(config: Mapping[str, Any], key: str, absent: Any, origin: str) -> Any
         return found
     if isinstance(absent, Key):
         found = config.get(absent.name)
-        # A value of another type is reported where that key itself is read.
+        # A value of another type is reported when that key is read.
         return found * absent.times if type(found) is int else found
     if absent is REQUIRED:
         raise UserError(f"{origin}: {key} is missing")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# In the place of `absent`: the key must be there. In the place of `null`: null means what a missing key means.
+# As `absent`: the key is required. As `null`: null means the same as a missing key.
 REQUIRED, AS_ABSENT = object(), object()
 
 
@@ -121,7 +121,7 @@ class HubFamily:
         return frozenset({"family", *rope, *(one.ours for one in self.settings), *self.given})
 
 
-# Keys that change a model of any architecture, at the values at which they change nothing.
+# Keys that can change a model of any architecture, with the values at which they have no effect.
 COMMON: tuple[Fixed, ...] = (
     Fixed("quantization_config", None, None),
     Fixed("auto_map", None, None, ({},)),

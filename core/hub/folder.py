@@ -1,4 +1,4 @@
-"""A Hugging Face folder, read as data from a stranger: config.json, safetensors, by an index or alone. No pickles."""
+"""Read a Hugging Face folder as untrusted data: config.json and safetensors, with an index or without. No pickles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG, GENERATION, WEIGHTS_FILE, INDEX = (
 )
 # Endings of pickles there.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Ten times what the largest of their kinds take.
+# Ten times the size of the largest known files.
 _LARGEST_CONFIG, _LARGEST_INDEX = 1 << 20, 1 << 26
 _NAMED = 3
 
@@ -39,7 +39,7 @@ class Where:
 
 
 class HubFolder:
-    """A folder whose files have been examined; a tensor is read when it is asked for.
+    """A folder whose files have been examined; a tensor is read on request.
 
     path: the folder. config: config.json. tensors: their tensors by name. files: of the weights, in order.
     """
@@ -52,7 +52,7 @@ class HubFolder:
         """
         self.path = path
         if not path.is_dir():
-            raise UserError(f"{path} is no folder of a model: it needs {CONFIG} and {WEIGHTS_FILE}")
+            raise UserError(f"{path} is not a model folder: it needs {CONFIG} and {WEIGHTS_FILE}")
         self.config = read_object(self._file(CONFIG), _LARGEST_CONFIG)
         self._index = self._read_index()
         self.files = self._files()
@@ -68,7 +68,7 @@ class HubFolder:
                 raise UserError(f"{where.file}: {name} is of {where.dtype}; weights are of {', '.join(WEIGHTS)}")
 
     def read(self, name: str) -> np.ndarray:
-        """Read a tensor as it is in its file. Raises UserError if it cannot be read any more."""
+        """Read a tensor as it is in its file. Raises UserError if it can no longer be read."""
         where = self.tensors[name]
         with _opened(where.file) as file:
             found: np.ndarray = file.get_tensor(name)
@@ -77,11 +77,11 @@ class HubFolder:
     def _file(self, name: str) -> Path:
         path = self.path / name
         if leads_out(path, self.path):
-            raise UserError(f"{path} is a link that leads out of the folder; put the file there")
+            raise UserError(f"{path} is a link to outside the folder; copy the file into the folder")
         if not path.exists():
             raise UserError(f"{path} is missing")
         if not path.is_file():
-            raise UserError(f"cannot read {path}: it is no file")
+            raise UserError(f"cannot read {path}: it is not a regular file")
         return path
 
     def _read_index(self) -> dict[str, str] | None:
@@ -89,7 +89,7 @@ class HubFolder:
             return None
         path = self._file(INDEX)
         if (self.path / WEIGHTS_FILE).exists():
-            raise UserError(f"{self.path} holds both {WEIGHTS_FILE} and {INDEX}: which of them is the model?")
+            raise UserError(f"{self.path} holds both {WEIGHTS_FILE} and {INDEX}: remove one of them")
         found = read_object(path, _LARGEST_INDEX).get("weight_map")
         if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
             raise UserError(f"{path}: weight_map must name a file for each tensor")
@@ -97,9 +97,9 @@ class HubFolder:
             if Path(name).suffix in PICKLES:
                 raise UserError(f"{path} names {name}: a pickle is a program and is not read; safetensors are")
             if not is_inside(name) or "\\" in name or "\0" in name:
-                raise UserError(f"{path} names {name!r}, which is no file of this folder")
+                raise UserError(f"{path} names {name!r}, which is not a file of this folder")
             if Path(name).suffix != ".safetensors":
-                raise UserError(f"{path} names {name}, which is no file of safetensors")
+                raise UserError(f"{path} names {name}, which is not a safetensors file")
         return found
 
     def _files(self) -> list[Path]:
@@ -140,13 +140,13 @@ def read_object(path: Path, largest: int) -> dict[str, Any]:
     require_file(path)
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no number of JSON")
+        raise ValueError(f"{word} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
         return found
 
     try:
@@ -182,6 +182,6 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as file:
             yield file
     except SafetensorError as error:
-        raise UserError(f"{path} is damaged, or is no file of safetensors: {error}") from error
+        raise UserError(f"{path} is damaged, or is not a safetensors file: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error

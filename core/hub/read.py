@@ -23,7 +23,8 @@ from lockstep.core.model.names import parameter_shapes
 class HubModel:
     """A model in a folder: its settings, and where its tensors lie.
 
-    names: their name by the table → the name in the files. left_out: in words, what of the folder has no counterpart.
+    names: their name by the table → the name in the files. left_out: descriptions of parts of the folder without a
+    counterpart.
     """
 
     folder: HubFolder
@@ -70,7 +71,7 @@ class HubModel:
             yield from to_ours(stored, array, shapes)
 
     def differences(self, params: Arrays) -> list[str]:
-        """Return their tensors whose bits are not those that our parameters give in the files' own format."""
+        """Return the file's tensors whose bits differ from our parameters in the file's own format."""
         differ = []
         for stored in self.stored:
             name = self.names[stored.theirs]

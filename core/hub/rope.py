@@ -31,18 +31,16 @@ def rope_settings(config: Mapping[str, Any], family: HubFamily, origin: str) -> 
     scaling, parameters = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
     plain = {k: v for k, v in parameters.items() if k != "rope_theta"} if isinstance(parameters, dict) else parameters
     if scaling and parameters and scaling not in (parameters, plain):
-        raise UserError(f"{origin}: rope_scaling and rope_parameters differ: which of them holds?")
+        raise UserError(f"{origin}: rope_scaling and rope_parameters differ; remove one of them")
     found = parameters or scaling or {}
     if not isinstance(found, dict):
         raise UserError(f"{origin}: rope_parameters = {shortened(found)}: must be an object")
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in TYPES:
-        raise UserError(
-            f"{origin}: rope_type = {shortened(kind)}: no rotation that is computed here ({', '.join(TYPES)})"
-        )
+        raise UserError(f"{origin}: rope_type = {shortened(kind)}: not a supported rotation ({', '.join(TYPES)})")
     share = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
-        raise UserError(f"{origin}: partial_rotary_factor = {shortened(share)}: heads are rotated whole here")
+        raise UserError(f"{origin}: partial_rotary_factor = {shortened(share)}: only whole heads can be rotated")
     stretch = STRETCH if kind == "llama3" else {}
     if others := sorted(found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *stretch.values()}):
         raise UserError(f"{origin}: rope_parameters.{others[0]} is nothing that the rotation {kind!r} has")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a state's parameters, read back and compared before it is shown."""
+"""Write a Hugging Face folder of a state's parameters; it is read back and compared before it gets its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.core.hub.tensors import stored_tensors, to_theirs
 from lockstep.core.hub.tokenizer import write_json, write_tokenizer
 from lockstep.core.model.families import as_read
 
-# Rows without a token up to which generation_config.json lists them; beyond, the list would be the larger file.
+# generation_config.json lists at most this many rows without a token; a longer list would exceed the other files.
 MOST_SUPPRESSED = 4096
 
 
@@ -85,7 +85,7 @@ def write_folder(
 
 
 def _suppressed(rows: int, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return rows of the vocabulary that stand for no token: `lockstep sample` draws none of them either."""
+    """Return rows of the vocabulary without a token; `lockstep sample` never draws them."""
     unused = list(range(tokenizer.vocab_size, rows))
     return {"suppress_tokens": unused} if 0 < len(unused) <= MOST_SUPPRESSED else {}
 
@@ -157,14 +157,14 @@ def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors makes it readable by the owner alone
+        path.chmod(mode)  # safetensors makes it readable only by the owner
         flush_folder(path)
     except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error
 
 
 def _require_bits(folder: Path, config: RunConfig, params: Arrays, dtype: str) -> None:
-    """Read the folder as a stranger's, and raise UserError unless it is this model, bit for bit."""
+    """Read the folder as untrusted data, and raise UserError unless it is this model bit for bit."""
     found = HubModel.of(HubFolder(folder))
     if as_read(found.model) != as_read(config.model):
         raise UserError(f"{folder / CONFIG} does not describe the model that was written")

@@ -1,1 +1,1 @@
-"""Mutants of a training step as data: where, what and when; which are drawn; what came of them."""
+"""Mutants of a training step as data: places, operators and conditions, the draw, and the results."""

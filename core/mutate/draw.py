@@ -1,4 +1,4 @@
-"""Draw mutants of a run by a seed; the first n are the same however many are drawn."""
+"""Draw mutants of a run by a seed; a larger draw begins with the same mutants."""
 
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ def place_of(config: RunConfig, mutant: Mutant) -> Place:
     known = _by_name(config.model_dump_json())
     place = known.get((mutant.place, mutant.kind))
     if place is None:
-        _refuse(mutant, f"{mutant.place}:{mutant.kind}", [f"{name}:{kind}" for name, kind in known], "place")
+        _refuse(mutant, f"{mutant.place}:{mutant.kind}", [f"{name}:{kind}" for name, kind in known], "a place")
     if mutant.operator not in operators(config, place):
-        _refuse(mutant, str(mutant.operator), [str(one) for one in operators(config, place)], "operator at this place")
+        _refuse(
+            mutant, str(mutant.operator), [str(one) for one in operators(config, place)], "an operator at this place"
+        )
     if mutant.condition not in place.conditions:
-        _refuse(mutant, mutant.condition, place.conditions, "condition at this place")
+        _refuse(mutant, mutant.condition, place.conditions, "a condition at this place")
     return place
 
 
 def _refuse(mutant: Mutant, part: str, known: Sequence[str], what: str) -> NoReturn:
     near = difflib.get_close_matches(part, known, n=1, cutoff=0.0)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"{mutant}: {part} is no {what} of this run{hint}")
+    raise UserError(f"{mutant}: {part} is not {what} of this run{hint}")

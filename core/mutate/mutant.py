@@ -1,4 +1,4 @@
-"""Name a mutant: a place of the step, an operator that changes what stands there, a condition under which it does."""
+"""Name a mutant: a place in the step, an operator that changes the tensor or number there, and a condition."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _POWER = re.compile(r"([+-])2\^-(\d+)")
 class Operator:
     """A change of one tensor or number.
 
-    name: `drop`, `twice`, `scale`, `narrow`, … (`OPERATORS` of core/mutate/operators.py). arguments: as they stand in
-    the id, between its brackets.
+    name: `drop`, `twice`, `scale`, `narrow`, … (`OPERATORS` of core/mutate/operators.py). arguments: the text between
+    the brackets of the id.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Operator:
 
     @property
     def factor(self) -> float:
-        """Return 1 ± 2⁻ᵏ of a `scale`. Raises ValueError for arguments that are no `+2^-k` or `-2^-k`."""
+        """Return 1 ± 2⁻ᵏ of a `scale`. Raises ValueError for arguments other than `+2^-k` or `-2^-k`."""
         found = _POWER.fullmatch(self.arguments[0]) if len(self.arguments) == 1 else None
         if found is None:
             raise ValueError(f"{self}: a scale is written +2^-6 or -2^-6")
@@ -51,7 +51,7 @@ class Operator:
 class Mutant:
     """A change of a trainer.
 
-    place: the name of what is changed, such as a tap, `TAP.role` for one input of an operation, or a parameter.
+    place: the name of the changed tensor or number: a tap, `TAP.role` for one input of an operation, or a parameter.
     kind:  what of it is changed (core/mutate/places.py). condition: when (core/mutate/conditions.py).
     """
 
@@ -64,13 +64,13 @@ class Mutant:
     def parse(cls, text: str) -> Mutant:
         """Return the mutant of an id such as `blocks.1.mlp.act:backward*scale(+2^-6)@ones`.
 
-        Raises UserError for text that is no id.
+        Raises UserError for text that is not an id.
         """
         found = _ID.fullmatch(text)
         if found is None:
             raise UserError(
-                f"{printable(text)[:120]!r} is no mutant; one is written PLACE:KIND*OPERATOR@CONDITION, "
-                "as blocks.1.mlp.act:backward*scale(+2^-6)@always"
+                f"{printable(text)[:120]!r} is not a mutant; write PLACE:KIND*OPERATOR@CONDITION, as in "
+                "blocks.1.mlp.act:backward*scale(+2^-6)@always"
             )
         return cls(found["place"], found["kind"], Operator.parse(found["operator"]), found["condition"])
 

@@ -30,7 +30,7 @@ FORMATS = ("bf16", "fp16", "e4m3")
 # Formats that bits are cut off to, and the bits of FP32's mantissa that they lack.
 CUT = {"tf32": 13, "bf16": 16}
 WHERE = ("first", "middle", "last")
-# Kinds whose tensor of the step before is at hand.
+# Kinds for which the tensor of the previous step is available.
 _REMEMBERED = ("gradient", "moment", "update", "batch")
 
 
@@ -45,11 +45,11 @@ def operators(config: RunConfig, place: Place) -> list[Operator]:
     if place.kind == "scalar" and (place.name.startswith("optimizer.") or place.name.endswith(".eps")):
         found = [Operator("drop"), *(Operator("factor", (x,)) for x in ("0.1", "10"))]
         return found if place.name.endswith("eps") else [*found, Operator("twice"), *_scales()]
-    # Many programs have a loss in FP64, which is cut to no other format.
+    # The loss of many programs is in FP64, which is not truncated to another format.
     numbers = [Operator("drop"), Operator("twice"), Operator("flip"), *_scales()]
     if not place.axes:
         return [*numbers, Operator("narrow", ("bf16",))]
-    # Loss weights, 1 and its halves, are numbers of every format.
+    # Loss weights, 1 and its halves, are exact in every format.
     rounded = place.name != "weights"
     if rounded:
         numbers += [Operator("narrow", (name,)) for name in FORMATS]

@@ -64,7 +64,7 @@ def _size(size: float | None) -> str:
 
 
 def survivors(rows: Sequence[Row], line: Callable[[Row], str]) -> str:
-    """Return each survivor as the line that runs it, with what it moves; the largest first."""
+    """Return for each survivor the command that runs it and its effect, the largest first."""
     of = sorted((row for row in rows if row.survives), key=lambda row: -row.effect)
     text = [f"{line(row)}   # gradients {row.gradients:.1e}, update {row.update:.1e}" for row in of]
     return "\n".join(["```", *text, "```"]) if text else "None."

@@ -1,4 +1,4 @@
-"""Draw what came of mutants as a picture: a panel for each condition, places against operators, as SVG."""
+"""Draw the results of mutants as SVG: a panel for each condition, with places against operators."""
 
 from __future__ import annotations
 

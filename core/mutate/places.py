@@ -36,7 +36,7 @@ KINDS: dict[str, str] = {
     "read": "a tensor on its way out of a checkpoint",
     "validation": "the scores of a validation batch",
 }
-# These change nothing of the gradients: what they move is measured on the weights after the step, or the next one.
+# These do not change the gradients: their effect is measured on the weights after the step or after the next one.
 AFTER_GRADIENTS = frozenset({"moment", "update", "written", "read"})
 LATER = frozenset({"moment", "written", "read"})
 # Scalars that come after the gradients, and the link that each belongs to.
@@ -51,7 +51,7 @@ STEP_SCALARS: dict[str, Origin] = {
     "optimizer.eps": ("update", "update", ANY),
     "optimizer.weight_decay": ("update", "update", ANY),
 }
-# Ranks write and read a checkpoint together, and rank 0 alone tells what it scored.
+# Ranks write and read a checkpoint together, and only rank 0 reports its scores.
 _OF_ALL_RANKS = ("written", "read", "validation")
 _OF_PROGRAM = (ALWAYS, "ones", *AMONG_MICRO_BATCHES, "from-step-3", "resumed", "compiled", "untapped")
 _OF_SESSION = (ALWAYS, "from-step-3", "resumed")
@@ -84,7 +84,7 @@ class Place:
 
     @property
     def after_gradients(self) -> bool:
-        """Return whether the gradients of the step are made before it."""
+        """Return whether the step's gradients are computed before this place."""
         return self.kind in AFTER_GRADIENTS or self.name in STEP_SCALARS
 
     def origins(self, condition: str) -> tuple[Origin, ...]:
@@ -233,7 +233,7 @@ def _of_step() -> Iterator[Place]:
 
 def _of_batch(program: tuple[str, ...]) -> Iterator[Place]:
     conditions = tuple(c for c in program if c not in ("compiled", "untapped"))
-    # A check reads the program's inputs back from its device.
+    # A check reads the program's inputs back from the device.
     origin: Origin = ("tokens", "data", None)
     for name in ("tokens", "targets", "weights"):
         integer = name != "weights"

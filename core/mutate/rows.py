@@ -1,4 +1,4 @@
-"""Rows: the outcome of each mutant, and the score over all of them."""
+"""Rows: the outcome of each mutant, and the score over all mutants."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ LARGE, SMALL = 1e-2, 1e-3
 class Row:
     """A mutant under a recipe, and its result.
 
-    expected: the origins that are right, the first one before the others. step: the first step in which it can act.
-    Relative changes that it makes to the real step, whose loss weights are the run's own: gradients (L2 over all
-    parameters), worst (of the parameter that changes most), loss, update (of the weights after the step, in updates).
-    effect: the one of them that sorts it into a class. equivalent: it changes no bit of that step. stopped: that step
-    is not finite, so that the trainer ends by itself.
-    found: the check of `step` disagreed. named: its origin. others: all origins, in the chain's order.
-    scope, measure: of the origin. error: why there is no verdict.
+    expected: the correct origins, the preferred one first. step: the first step in which it can act. Relative changes
+    that it makes to the real step, whose loss weights are the run's own: gradients (L2 over all parameters), worst (of
+    the parameter that changes most), loss, update (of the weights after the step, in updates). effect: the change that
+    determines its class. equivalent: it changes no bit of that step. stopped: that step is not finite, so that the
+    trainer ends by itself. found: the check of `step` disagreed. named: its origin. others: all origins, in the chain's
+    order. scope, measure: of the origin. error: why there is no verdict.
     """
 
     id: str
@@ -78,7 +77,7 @@ class Row:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Row:
-        """Return the row of a mapping that `to_json` made."""
+        """Return the row from a mapping made by `to_json`."""
         kept = {key: row[key] for key in cls.__dataclass_fields__ if key in row}
         for key in ("expected", "others"):
             kept[key] = tuple(tuple(one) for one in kept[key])

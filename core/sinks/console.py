@@ -1,4 +1,4 @@
-"""The terminal: a live line for a person who watches, plain lines now and then for a log file, a table at the end."""
+"""The console: a live line on a terminal, plain lines at intervals in a log file, and a table at the end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # Columns of the live line's bar.
 SHORTEST_BAR, LONGEST_BAR = 8, 20
-# More columns than a step's line has with all of its measures.
+# A width beyond that of a step's line with all of its measures.
 LONGEST_LINE = 10_000
-PACE_STEPS = 50  # wall times that the time left is estimated from
+PACE_STEPS = 50  # wall times for the estimate of the time left
 
 
 class ConsoleSink:
@@ -58,7 +58,7 @@ class ConsoleSink:
         before, self._latest = self._latest, record
         if self._first is None:
             self._first = record.step
-        else:  # the first step compiles, so its time is no measure of the others
+        else:  # the first step compiles, so its time is not typical
             self._pace.append(record.seconds)
         self._val_loss = record.metrics.get("val/loss", self._val_loss)
         self._summary.add(record)
@@ -90,7 +90,7 @@ class ConsoleSink:
         self._print(phrases.check_line(check), style)
 
     def skipped(self, step: int, reason: str) -> None:
-        """Count it and say why."""
+        """Count it and print the reason."""
         self._skipped += 1
         if reason != self._reason:
             self._print(f"step {step}: parity check skipped: {reason}", "yellow")
@@ -106,7 +106,7 @@ class ConsoleSink:
         self._print(text)
 
     def close(self) -> None:
-        """Take the live line away; leave the last step as a line, then a table of what matters."""
+        """Remove the live line; print the last step as a line, then a table of the main figures."""
         if self._closed:
             return
         self._closed = True
@@ -126,15 +126,16 @@ class ConsoleSink:
     def _bar(self, done: int) -> Progress:
         from rich.progress import Progress, TextColumn
 
-        # The numbers are not markup: a `[` in them would vanish. One line of one column fits the terminal as a whole.
+        # The numbers are not markup, in which a `[` would vanish. A table of one column keeps the line in the
+        # terminal's width.
         progress = Progress(TextColumn("{task.fields[status]}", markup=False), console=self._console, transient=True)
         progress.add_task("train", status=f"step {done}/{self._total} · compiling the first step")
         progress.start()
         return progress
 
     def _live(self, record: StepRecord) -> str:
-        """Return the live line: what fits, and a bar where there is room for it as well."""
-        # The last column of a terminal stays free: some break the line there.
+        """Return the live line: the measures that fit, and a bar if there is room for it."""
+        # The last column stays free, because some terminals break the line there.
         width = self._console.width - 1
         line = self._line(record, width)
         if (room := width - len(line) - 1) < SHORTEST_BAR:
@@ -148,7 +149,7 @@ class ConsoleSink:
         parts["verdict"] = phrases.verdicts(self._agreed, self._judged, self._skipped)
         line = phrases.fitting(parts, width)
         if parts["verdict"] and parts["verdict"] not in line:
-            # Without its word it may fit.
+            # It may fit without its word.
             line = phrases.fitting(parts | {"verdict": parts["verdict"].removeprefix("parity ")}, width)
         return line
 
@@ -163,7 +164,7 @@ class ConsoleSink:
         try:
             words()
         except OSError:
-            # As Python's manual has it for a closed pipe: what is left in buffers must not fail again at the end.
+            # As Python's manual recommends for a closed pipe, so that buffered output does not fail again at exit.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._console.file.fileno())
             os.close(nowhere)

@@ -33,7 +33,7 @@ class JsonlSink:
         self._run.append_saved(asdict(saved))
 
     def note(self, text: str) -> None:
-        """Do nothing: notes are for people who watch."""
+        """Do nothing: notes are for the terminal."""
 
     def close(self) -> None:
-        """Do nothing: the lines are written already."""
+        """Do nothing: the lines are already written."""

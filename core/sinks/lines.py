@@ -108,7 +108,10 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 
 
 def tell(console: Console, text: str, style: str | None = None) -> None:
-    """Print text in lines that fit a terminal; into a file or a pipe in whole lines, which are found by their begin."""
+    """Print text in lines that fit a terminal.
+
+    Into a file or a pipe as whole lines, which a search finds by their start.
+    """
     if console.is_terminal:
         say(console, text, style)
     else:
@@ -118,7 +121,7 @@ def tell(console: Console, text: str, style: str | None = None) -> None:
 def bar(share: float, width: int, ascii_only: bool) -> str:
     """Draw `share` (0 to 1; more is drawn as 1) as a bar of `width` columns, filled up with spaces.
 
-    A share above 0 shows something. ascii_only: for terminals that have no block characters.
+    A share above 0 draws at least the smallest mark. ascii_only: for terminals without block characters.
     """
     full = max(0.0, min(1.0, share)) * width
     if ascii_only:

@@ -1,4 +1,4 @@
-"""Numbers in the words of a progress line. Pure functions of what they are given."""
+"""Format numbers for a progress line. Pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.train.metrics import ATTENTION_LOGIT, MEMORY, RECOMPILED, SEQ
 from lockstep.core.train.validation import LOSS_OF
 
 SEPARATOR = " · "
-# Metrics that `norm_lines` speaks of.
+# Metrics that `norm_lines` formats.
 NORMS = ("update_ratio/", "param_norm/", "grad_norm/", MEMORY)
 
 
@@ -46,14 +46,14 @@ def measures(record: StepRecord, val_loss: float | None, mfu: Mapping[str, float
     return parts
 
 
-# Names of what `fitting` joins, the most important first.
+# Names of the parts that `fitting` joins, the most important first.
 RANKED = ("step", "loss", "pace", "lr", "left", "verdict", "val", "grad", "mfu")
 
 
 def fitting(parts: Mapping[str, str], width: int) -> str:
     """Join parts, by their names in RANKED, that fit into `width` columns together: less important ones are left out.
 
-    Parts keep their order. The most important one is there at any width.
+    Parts keep their order. The most important one is kept at any width.
     """
     shown: set[str] = set()
     for name in sorted(filter(parts.get, parts), key=RANKED.index):
@@ -96,7 +96,7 @@ def headline(verdict: str, idle: Sequence[str]) -> str:
 
 
 def fitting_in_words(found: Fitting) -> str:
-    """Describe what casts that were not declared explain of a step that disagreed."""
+    """Describe which undeclared casts explain a step that disagreed."""
     there, declared = _settings(found.settings), _settings(found.declared)
     if found.agrees:
         return f"it differs from what is declared, {declared}: every comparison agrees under {there}"
@@ -130,10 +130,9 @@ def bounds(low: float | None, high: float | None) -> str:
 def metric_lines(
     step: int, metrics: Mapping[str, float], before: Mapping[str, float], verbose: bool = True
 ) -> list[str]:
-    """Format what was measured besides the step: a new length, validation, the loss in FP32, a step left out.
+    """Format the events of a step: a new length, validation, the loss in FP32, a skipped step.
 
-    before: the metrics of the last step. verbose: also what is measured at an interval and is no event: the loss in
-    FP32, attention logits.
+    before: the metrics of the last step. verbose: also metrics at intervals: the loss in FP32, attention logits.
     """
     lines = []
     if metrics.get(SEQUENCE_LENGTH) != before.get(SEQUENCE_LENGTH, metrics.get(SEQUENCE_LENGTH)):
@@ -161,7 +160,7 @@ def metric_lines(
 
 
 def left_out_line(record: StepRecord) -> str:
-    """Format the line of a step that was left out because it is not finite."""
+    """Format the line of a step that was skipped because it is not finite."""
     so_far = int(record.metrics.get(SKIPPED, 1))
     return f"step {record.step}: left out, not finite: {record.left_out}; {so_far} so far"
 

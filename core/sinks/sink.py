@@ -10,7 +10,7 @@ from lockstep.core.run.checkpoints import Saved
 
 
 class Sink(Protocol):
-    """A receiver of what the loop yields, in the order in which it happens. Checks may come some steps late."""
+    """A receiver of the loop's events, in their order. Checks may come some steps late."""
 
     def record(self, record: StepRecord) -> None:
         """Take a record: one optimizer step is done."""
@@ -29,9 +29,9 @@ class Sink(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Take something for the reader, in plain words."""
+        """Take a note for the reader."""
         ...
 
     def close(self) -> None:
-        """Close it: no more will come; a second call does nothing."""
+        """Close it after the last event; a second call does nothing."""
         ...

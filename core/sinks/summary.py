@@ -1,4 +1,4 @@
-"""Sum a run up for its last lines: rows of what matters, the most important first."""
+"""Sum up a run for its last lines: rows of the main figures, the most important first."""
 
 from __future__ import annotations
 

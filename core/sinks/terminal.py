@@ -1,4 +1,4 @@
-"""The console that every command writes to: text that it is given is text."""
+"""The console of every command: it prints text without markup."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.text import Text
 
-# Columns of a file or a pipe: no table is as wide.
+# Columns of a file or a pipe, beyond the width of any table.
 _WIDE = 10_000
 
 
 def open_console(width: int | None = None) -> Console:
-    """Open a console for names, notes and samples from anywhere: no markup in them, and no command to the terminal.
+    """Open a console for text of any origin: it is not read as markup, and control characters are escaped.
 
     width: columns; None: the terminal's. It raises BrokenPipeError when its reader has gone, as `print` does: rich's
     own ends the process with exit code 1, which here means that a check disagreed.
@@ -30,7 +30,7 @@ def open_console(width: int | None = None) -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-        # Before it is laid out; what comes as rich's own text, and was not, is cut where it does not fit.
+        # Escape before layout: rich cuts text that grows after it.
         def render_str(self, text: str, **how: Any) -> Text:
             return super().render_str(visible(text), **how)
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline or online. Never imported by a run that does not use it; never the reason why one stops."""
+"""Weights & Biases, offline or online. A run imports it only if it uses it, and never stops because of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.checkpoints import Saved
 from lockstep.core.run.directory import RunDir
 
-# The x axis is a value of our own, not W&B's counter: that one only goes up, so a run that resumes from an earlier
-# step, or a check that comes some steps late, would be dropped.
+# The x axis is a value of our own. W&B's own counter only increases, so it would drop a run that resumes from an
+# earlier step, and a check that comes some steps late.
 STEP = "step"
 
 
@@ -48,7 +48,7 @@ class WandbSink:
                 config=run.config.model_dump(),
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
-        except Exception as error:  # whatever it is, the user must know before hours are spent
+        except Exception as error:  # any failure must be reported before hours are spent
             raise UserError(f"log.wandb = {mode}: Weights & Biases did not start: {error}") from error
         if self._run.id != identity:
             run.update_info(wandb_id=self._run.id)
@@ -107,7 +107,7 @@ class WandbSink:
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # a dashboard must not end a run
+        except Exception as error:  # a failing dashboard must not end a run
             if not self._broken:
                 self._warn(f"Weights & Biases failed and is left out from here on: {error}")
             self._broken = True

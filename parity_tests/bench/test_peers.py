@@ -113,7 +113,7 @@ def test_a_peer_that_cannot_is_named(tmp_path, fault, said):
 def test_one_that_hangs_is_ended(tmp_path):
     with (tmp_path / "log").open("w") as log:
         side = Side("peer", [sys.executable, "-c", "import time; time.sleep(60)"], REPO, log, {})
-        with pytest.raises(UserError, match="peer: gave nothing for 1 s"):
+        with pytest.raises(UserError, match="peer: no answer for 1 s"):
             side.ask("go", 1)
         side.close()
 

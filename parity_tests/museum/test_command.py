@@ -162,7 +162,7 @@ def test_a_loop_that_fails_is_one_line(environments: Path) -> None:
 
 
 def test_another_torch_than_there_is_cannot_be_installed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"of torch 1\.0, and the present environment has another version"):
+    with pytest.raises(UserError, match=r"needs torch 1\.0, and the present environment has another version"):
         folder_of(["torch==1.0"], tmp_path)
 
 

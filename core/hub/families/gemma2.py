@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.core.hub.families.llama import BLOCK, OURS, SIZES, TENSORS
 from lockstep.core.hub.family import Fixed, HubFamily, Setting, same
 
-# A block has four norms: what Llama calls the norm before the MLP is the one after attention here.
+# A block has four norms. The name of Llama's norm before the MLP is here that of the norm after attention.
 _NORMS = (
     *same(f"{BLOCK}.post_attention_layernorm", f"{OURS}.attn_post_norm"),
     *same(f"{BLOCK}.pre_feedforward_layernorm", f"{OURS}.mlp_norm"),

@@ -40,7 +40,7 @@ FAMILY = HubFamily(
         *same("lm_head", "lm_head"),
     ),
     prefix="transformer.",
-    # The causal mask, and what it puts in place of a score.
+    # The causal mask, and the score of a masked position.
     constants=(".attn.bias", ".attn.masked_bias"),
     dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     longest="",

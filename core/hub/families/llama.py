@@ -6,7 +6,7 @@ from lockstep.core.hub.family import Derived, Fixed, HubFamily, Key, Setting, sa
 
 BLOCK, OURS = "model.layers.{i}", "blocks.{i}"
 
-# Where theirs are called as ours: all of Llama's kin.
+# Settings with equal names, in all of Llama's relatives.
 TENSORS = (
     *same("model.embed_tokens", "embed"),
     *same(f"{BLOCK}.input_layernorm", f"{OURS}.attn_norm"),
