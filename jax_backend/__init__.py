@@ -1,7 +1,7 @@
 """The JAX reference: the same step, written a second time. Never imports torch.
 
-Doubles are switched on because the truth is computed in FP64, and matrix products are never done in TF32. On a GPU, JAX
-takes memory as it needs it: the trainer's is on the same one, in the worker of a run as in a user's loop.
+x64 is enabled because the truth is computed in FP64, and matrix products never use TF32. On a GPU, JAX allocates memory
+on demand, because the trainer uses the same GPU, in a run's worker and in a user's loop.
 """
 
 import os

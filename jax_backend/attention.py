@@ -3,12 +3,12 @@
 torch (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) computes scores in FP32, rounds the *unnormalised* exp(score
 − max) to bf16 before the product with V, sums the unrounded values, divides, and rounds the output. Its backward
 (FlashAttention-2, Dao 2023, algorithm 2) recomputes P = exp(score − logsumexp), rounds P and dS to bf16 before their
-products, and takes Δ = Σ dO ⊙ O in FP32 from the rounded O. It walks over blocks of queries and of keys, and adds
-each block's part to gradients that are *stored in bf16*: over 16 blocks of 64 queries that alone makes the gradients
-of k and v 1.9 times less exact. CUDA kernels accumulate in FP32.
+products, and takes Δ = Σ dO ⊙ O in FP32 from the rounded O. It processes blocks of queries and of keys, and adds each
+block's part to gradients that are *stored in bf16*: over 16 blocks of 64 queries that alone makes the errors of the
+gradients of k and v 1.9 times as large. CUDA kernels accumulate in FP32.
 
-Under a mask of documents torch's CPU call runs the same kernel; what the mask takes out adds zeros. Its `math` kernel
-computes in FP32 from operands in bf16 and rounds what comes out, forward and backward; where it handles grouped
+Under a document mask torch's CPU call runs the same kernel; masked positions add zeros. Its `math` kernel
+computes in FP32 from bf16 operands and rounds its results, forward and backward; where it handles grouped
 queries, it sums the gradients of a group before it rounds them. The flash kernel then adds those of a group's queries
 one head after another, in bf16.
 """
@@ -56,7 +56,7 @@ class Scores:
 
 
 def document_mask(documents_BS: Array) -> Array:
-    """Return (B, 1, S, S) bool: the keys of its own document that do not come after a query, which it sees."""
+    """Return (B, 1, S, S) bool: the keys that a query sees, those of its own document that do not come after it."""
     position = jnp.arange(documents_BS.shape[1])
     same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
     return (same_BST & (position[:, None] >= position[None, :]))[:, None]
@@ -102,7 +102,7 @@ def _scores(q_BSHE: Array, k_BSHE: Array, mask_B1ST: Array | None, of: Scores) -
 
 
 def _inner(policy: Policy, x: Array) -> Array:
-    """Round an intermediate as a fused kernel does between its two products; the kernel `math` rounds nothing there."""
+    """Round an intermediate as a fused kernel does between its two products; the kernel `math` does not round it."""
     return x if policy.kernel == "math" else policy.round(x)
 
 
@@ -119,7 +119,7 @@ def _forward(
     total = weights.sum(-1, keepdims=True)
     out = jnp.einsum("bhst,bthe->bshe", _inner(policy, weights), v) / jnp.moveaxis(total, 1, 2)
     rounded = policy.round_output(out)
-    # Δ is taken from the rounded output; `math` has none, and sums over its weights instead.
+    # Δ is taken from the rounded output. `math` does not use Δ and sums over its weights instead.
     kept = out if policy.kernel == "math" else rounded
     return rounded, (q, k[:, :, ::group], v[:, :, ::group], kept, top + jnp.log(total), mask_B1ST)
 

@@ -18,7 +18,7 @@ from lockstep.jax_backend.optim import in_words
 from lockstep.jax_backend.session import KERNELS, JaxSession, kernel_followed
 from lockstep.jax_backend.sharding import Shards
 
-# On a GPU; what has no deterministic kernel then raises.
+# On a GPU. An operation without a deterministic kernel then raises.
 XLA_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -36,8 +36,8 @@ class JaxBackend:
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Return versions, the device and what is in force.
 
-        Raises UserError if XLA needs a setting to be deterministic, or has not the devices that were asked for, or
-        orbax, which writes the checkpoints of a run, is not installed.
+        Raises UserError if XLA needs a setting to be deterministic, if a requested device is missing, or if orbax,
+        which writes a run's checkpoints, is not installed.
         """
         use_device(config)
         if find_spec("orbax.checkpoint") is None:

@@ -1,4 +1,7 @@
-"""The reference's state into a checkpoint's folder and back by orbax. Twin: torch_backend/checkpoint.py."""
+"""Write the reference's state into a checkpoint's folder and read it back, by orbax.
+
+Twin: torch_backend/checkpoint.py.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from lockstep.core.model.names import parameter_shapes
 
 # Arrays by kind and parameter.
 Trees = Mapping[str, Mapping[str, Any]]
-# Where in a checkpoint's folder orbax writes: it makes folders itself.
+# The subfolder of a checkpoint into which orbax writes; orbax creates it.
 FOLDER = "orbax"
 
 
 class WritingJax:
-    """A state on its way into a folder. Arrays were copied to host memory when it was made."""
+    """A state that is being written into a folder. Its arrays were copied to host memory at creation."""
 
     format = "orbax"
 
@@ -46,7 +49,7 @@ class WritingJax:
         """Block until orbax has written everything. Raises OSError if the disk refuses."""
         try:
             self._checkpointer.wait_until_finished()
-        except Exception as error:  # tensorstore's, which are ValueErrors, and what threads raise
+        except Exception as error:  # tensorstore's errors, which are ValueErrors, and exceptions of threads
             raise OSError(next(iter(str(error).splitlines()), type(error).__name__)) from error
         finally:
             self._checkpointer.close()

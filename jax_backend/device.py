@@ -1,4 +1,4 @@
-"""The device of the reference: JAX's own choice, or the GPU within a part of its memory.
+"""The device of the reference: JAX's own choice, or the GPU within a share of its memory.
 
 JAX takes its settings when it first searches for devices, once for a process.
 """
@@ -14,7 +14,8 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.plan.checks import reference_share
 
-# XLA times kernels to choose one: minutes of a check's first programs, other ones in another process.
+# XLA times kernels to choose one, which takes minutes in a check's first programs and gives other choices in each
+# process.
 FLAGS, NO_TRIALS = "XLA_FLAGS", "--xla_gpu_autotune_level=0"
 # The share of a GPU's memory that XLA's allocator may take (jaxlib/xla_client.py); the second name is the older one.
 SHARE, OLDER = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -27,7 +28,7 @@ def use_device(config: RunConfig) -> None:
 
     With "cpu" JAX chooses: the CPU under the command `lockstep`, unless JAX_PLATFORMS names another.
 
-    Raises UserError if there is no GPU, JAX cannot use it, or has begun elsewhere in this process.
+    Raises UserError if there is no GPU, or JAX cannot use it or already uses another device in this process.
     """
     if config.parity.reference_device == "cpu":
         return
@@ -37,7 +38,7 @@ def use_device(config: RunConfig) -> None:
         os.environ[SHARE] = f"{min(share, 0.95):.6f}"
     if NO_TRIALS.partition("=")[0] not in (given := os.environ.get(FLAGS, "")):
         os.environ[FLAGS] = f"{given} {NO_TRIALS}".strip()
-    # Devices that it does not use would each hold a context of its own.
+    # Each unused device would hold a context of its own.
     jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(count))))
     jax.config.update("jax_platforms", "cuda,cpu")
     try:

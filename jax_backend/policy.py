@@ -1,6 +1,6 @@
 """Translate a precision policy for the reference: the dtype of its arrays, the format of operands, and its casts.
 
-In torch a tensor that the plan of casts keeps has the operand dtype: what reads it promotes it or stays there, and
+In torch a tensor that the plan of casts keeps has the operand dtype: its readers promote it or stay in that dtype, and
 every gradient on the way is rounded. Here arrays stay in the stream dtype, and the same roundings are written out.
 """
 
@@ -52,12 +52,12 @@ class Policy:
         return _cast(x, self, True) if self.casts.keeps(key) else x
 
     def read(self, x: Array, key: str) -> Array:
-        """Return x, kept so already, where something reads it: the gradient that is sent back is rounded."""
+        """Return x, which is already rounded, for one of its readers; the reader's gradient is rounded."""
         return _cast(x, self, False) if self.casts.keeps(key) else x
 
     def rotated(self, rotate: Callable[[Array], Array], x: Array) -> Array:
         """Apply a rotation with the plan's casts of what it reads and writes. Its products: `times`."""
-        # With a bias that is added in FP32 it comes unrounded.
+        # With a bias that is added in FP32 it is not rounded yet.
         x = self.kept(x, "rope") if self.casts.rounds("rope") else self.read(x, "linear")
         return self.kept(rotate(x), "rotation")
 
@@ -83,7 +83,7 @@ class Policy:
 
 
 def as_it_is(x: Array) -> Array:
-    """Return X: nothing is rounded between two operations."""
+    """Return X unchanged: nothing is rounded between two operations."""
     return x
 
 

@@ -57,7 +57,7 @@ class JaxSession:
     """A run in JAX: parameters and moments are flat dicts by canonical name, programs are jitted pure functions."""
 
     def __init__(self, config: RunConfig) -> None:
-        # With what `auto` stands for in its place: the twin follows the kernel that runs.
+        # With `auto` resolved: the twin follows the kernel that runs.
         self.config = config = settled(config, device_of(config))
         self.policy = self._under(config.precision.policy)
         self.shards = Shards(config.parity.reference_devices)
@@ -79,7 +79,7 @@ class JaxSession:
         self._move_in_fp32 = self.shards.jit(partial(self.move, adam_in_fp32=True), (None, places_of_moments))
         self._observe = jax.jit(self.observed, static_argnums=6)
         functions = stage_functions(config, model, self.policy)
-        # Stages that are one function share its compiled programs.
+        # Stages with the same function share its compiled programs.
         programs = {f: jax.jit(with_gradients(f)) for f in set(functions.values())}
         self._stages = {name: programs[f] for name, f in functions.items()}
         self._scores = jax.jit(self.scores, static_argnames="policy")
@@ -179,7 +179,7 @@ class JaxSession:
             )
         self.params, self.moments = params, moments
         self.steps_done += 1
-        # The update is on its way; the next step waits for it.
+        # The update runs asynchronously; the next step waits for it.
         self._seconds = {"compute": computed - started, "optimizer": time.perf_counter() - computed}
         return replace(record, metrics=metrics)
 
@@ -250,7 +250,7 @@ class JaxSession:
         if stage not in self._stages:
             raise NotSupported(f"no such stage: {stage}")
         found = self._stages[stage](in_stream(inputs, self.policy))
-        # On the CPU the arrays are JAX's own memory, which cannot be written to.
+        # On the CPU the arrays are JAX's own memory, which is read-only.
         return {name: np.asarray(value) for name, value in found.items()}
 
     def prepare_stage(self, stage: str, inputs: Arrays) -> None:
@@ -281,7 +281,7 @@ class JaxSession:
         return np.array(self._next_logits(self.params, padded, np.int32(len(tokens) - 1), documents))
 
     def close(self) -> None:
-        """Do nothing: nothing is held beyond the object itself."""
+        """Do nothing: the session holds no resources beyond the object itself."""
 
     def model(self, params: Tree, tap: Tap = no_tap) -> Transformer:
         """Build the module with these parameters, its tensors passing `tap` on their way."""

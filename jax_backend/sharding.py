@@ -1,10 +1,10 @@
-"""The reference over several devices: which of them holds which part of its arrays. The computation is the same.
+"""Shard the arrays of the reference over several devices. The computation is the same.
 
 One mesh axis, as in FSDP (Zhao et al. 2023, arXiv 2304.11277) and ZeRO's third stage (Rajbhandari et al. 2020, arXiv
 1910.02054): every device holds a part of each parameter, moment and gradient, and of the batch. XLA partitions the
 programs (GSPMD, Xu et al. 2021, arXiv 2105.04663): it gathers a weight where it is used, and sums gradients over the
 devices. A sum over devices is made in the stream dtype and rounded after it, as on one device: products are FP32 and
-rounded in a step of their own (jax_backend/precision.py). So results differ by the order of additions alone.
+rounded in a step of their own (jax_backend/precision.py). So results differ only by the order of additions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shards:
         if count > len(there):
             seen = f"{len(there)} device{'s' if len(there) > 1 else ''} ({there[0].device_kind})"
             more = f"; JAX_NUM_CPU_DEVICES={count} cuts a CPU into as many" if there[0].platform == "cpu" else ""
-            raise UserError(f"parity.reference_devices = {count}, and JAX sees {seen}{more}")
+            raise UserError(f"parity.reference_devices = {count}, and JAX finds {seen}{more}")
         self.count = count
         self._mesh = Mesh(np.array(there[:count]), (AXIS,), axis_types=(AxisType.Auto,)) if count > 1 else None
 

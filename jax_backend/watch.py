@@ -41,8 +41,9 @@ class JaxReference:
         found = sorted(set(narrowings(jax.make_jaxpr(self._loss)(dict(params), batch).jaxpr)))
         if found:
             raise UserError(
-                f"the JAX function narrows FP64 inside ({', '.join(found)}), so it cannot give the truth: let it "
-                "compute in the dtype of its parameters, and give the function that casts as reference(..., twin=...)"
+                f"the JAX function narrows FP64 inside ({', '.join(found)}), so it cannot compute the truth: let "
+                "it compute in the dtype of its parameters, and pass the function that casts as "
+                "reference(..., twin=...)"
             )
 
 

@@ -1,6 +1,6 @@
 """Checkpoints as folders: safetensors, JSON, and a manifest of sizes and SHA-256. Whole or absent; no pickle.
 
-A session may write its own state (`Writes` in core/backend.py), in its framework's format, while it goes on training.
+A session may write its own state (`Writes` in core/backend.py) in its framework's format while training continues.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Restore = Callable[[Path, int, Mapping[str, float]], None]
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint that is not what was written: names the file and the fault."""
+    """A checkpoint that differs from its manifest. The message names the file and the fault."""
 
 
 class PoisonedState(UserError):
-    """A state with numbers that are not finite, of which no checkpoint is made."""
+    """A state with numbers that are not finite, for which no checkpoint is written."""
 
 
 def folder_name(step: int) -> str:
@@ -73,7 +73,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 class Pending:
-    """A checkpoint that is being written beside its place; `commit` puts it there.
+    """A checkpoint that is being written under a temporary name; `commit` renames it.
 
     Made by `begin_checkpoint`. step: of its state.
     """
@@ -87,7 +87,7 @@ class Pending:
     def begin(self, write: Callable[[Path], Writing]) -> None:
         """Start the write with `write`. Raises UserError if the disk refuses."""
         try:
-            # Without parents: a run that was deleted meanwhile is not recreated.
+            # Without parents, so that a run deleted in the meantime is not recreated.
             self._aside.parent.mkdir(exist_ok=True)
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir()
@@ -130,7 +130,7 @@ class Pending:
         return self.final
 
     def drop(self) -> None:
-        """Remove what was written beside the place."""
+        """Remove the temporary folder."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def _refused(self, error: OSError) -> UserError:
@@ -142,7 +142,7 @@ def begin_checkpoint(
 ) -> Pending:
     """Begin the checkpoint `final`: when this returns, the state may change, and `commit` can run in another thread.
 
-    extra: what else belongs to it, as JSON. random: arrays by name, states of random number generators.
+    extra: further contents, as JSON. random: states of random number generators, as arrays by name.
     """
     pending = Pending(final, step, extra, random or {})
     pending.begin(write)
@@ -150,7 +150,7 @@ def begin_checkpoint(
 
 
 def writer_of(session: Session) -> Callable[[Path], Writing]:
-    """Return a function that begins to write a session's state into a folder, by the session itself where it can."""
+    """Return a function that begins to write a session's state into a folder, by the session itself if it can."""
     try:
         return ask(session, Writes).write
     except NotSupported:
@@ -158,7 +158,7 @@ def writer_of(session: Session) -> Callable[[Path], Writing]:
 
 
 def reader_of(session: Session | None) -> Read | None:
-    """Return what reads checkpoints of a format of the session's own; None if it has none."""
+    """Return the reader of the session's own checkpoint format; None if it has none."""
     try:
         return ask(session, Reads).read
     except NotSupported:
@@ -180,7 +180,7 @@ class WritingState:
         self._state, self._folder = state, folder
 
     def not_finite(self) -> Sequence[str]:
-        """Do nothing: a state that is handed over is kept as it is, in a capsule above all."""
+        """Do nothing: a given state is kept unchanged, as a capsule needs it."""
         return ()
 
     def wait(self) -> None:
@@ -225,7 +225,7 @@ def restore_checkpoint(folder: Path, restore: Restore) -> tuple[int, dict[str, A
     """
     manifest = verify_checkpoint(folder)
     if manifest["format"] != SAFETENSORS:
-        state, extra = load_checkpoint(folder)  # whose error names the remedy
+        state, extra = load_checkpoint(folder)  # its error names the remedy
         return state.step, extra
     restore(folder, manifest["step"], manifest.get("scalars", {}))
     return manifest["step"], json.loads((folder / EXTRA).read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
     manifest = _read_manifest(folder)
     for name, entry in manifest["files"].items():
         if not is_inside(name):
-            raise CorruptCheckpoint(f"{folder / MANIFEST} names {name!r}, which is no file of this folder")
+            raise CorruptCheckpoint(f"{folder / MANIFEST} names {name!r}, which is not a file of this folder")
         _verify(folder / name, entry)
     return manifest
 
@@ -267,7 +267,7 @@ def read_state(folder: Path, step: int, scalars: Mapping[str, float]) -> State:
 
 
 def require_names(kind: str, *parameters: str) -> None:
-    """Raise ValueError unless these can be names in a state: files and keys of stores are called so."""
+    """Raise ValueError unless these can be names in a state, since files and keys of stores have these names."""
     for name in parameters:
         if not name or "/" in name:
             raise ValueError(f"{name!r} cannot be the name of a parameter")
@@ -298,7 +298,7 @@ def prune_checkpoints(
         stays |= {step for step in found if step >= vouched}
     old = [path for step, path in found.items() if step not in stays]
     for path in old:
-        # Renamed first: an interrupted deletion must not leave a folder that could pass for a checkpoint.
+        # Renamed first, so that an interrupted deletion does not leave a folder with a checkpoint's name.
         doomed = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -306,7 +306,7 @@ def prune_checkpoints(
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Delete what a killed process left half-written or half-deleted. The caller holds the run's lock."""
+    """Delete folders that a killed process left half-written or half-deleted. The caller holds the run's lock."""
     for pattern in (".step_*.tmp", ".step_*.old"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -321,7 +321,7 @@ def _save(path: Path, arrays: Arrays) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(contiguous, path)
-        path.chmod(mode)  # safetensors makes it readable by the owner alone
+        path.chmod(mode)  # safetensors makes it readable only by the owner
     except SafetensorError as error:  # the disk's error, in safetensors' words
         raise OSError(str(error)) from error
 
@@ -337,7 +337,7 @@ def _load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, list[int]] | Non
 def offsets_of(file: Any) -> dict[str, list[int]] | None:
     """Return the offset of each tensor of an open safetensors file in the whole tensor; None if it holds no parts.
 
-    Raises ValueError if its metadata does not say it.
+    Raises ValueError if its metadata lacks it.
     """
     shards = (file.metadata() or {}).get(_SHARDS)
     if shards is None:
@@ -345,7 +345,7 @@ def offsets_of(file: Any) -> dict[str, list[int]] | None:
     try:
         return {name: [*map(operator.index, e["saved_offsets"])] for name, e in json.loads(shards).items()}
     except (AttributeError, TypeError, KeyError) as error:
-        raise ValueError(f"{_SHARDS} in its metadata does not say where parts begin: {error}") from error
+        raise ValueError(f"{_SHARDS} in its metadata does not give the offsets of parts: {error}") from error
 
 
 def _joined(name: str, parts: list[tuple[list[int], np.ndarray]]) -> np.ndarray:

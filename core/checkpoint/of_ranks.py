@@ -1,4 +1,4 @@
-"""A checkpoint that every rank of a session writes its part of: rank 0 makes the folder, and the others hear of it."""
+"""A checkpoint to which every rank of a session writes its part: rank 0 makes the folder and announces it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Write = Callable[[Path], Writing]
 def begin_on_all(session: Session, ranks: Ranks, begin: Callable[[Write], Pending]) -> Pending:
     """Begin a checkpoint on rank 0, while the others call `part_of`; return it, of which `commit` is for all ranks.
 
-    begin: makes the folder and calls what it is given with it. Raises what it raises; then the others have no part.
+    begin: makes the folder and calls its argument with it. Raises the exceptions of `begin`; then the others have no
+    part.
     """
     folders: list[Path] = []
 

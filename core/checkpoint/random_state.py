@@ -1,7 +1,7 @@
-"""States of the random number generators of Python and numpy, and of those that a session draws from, as arrays.
+"""States of the random number generators of Python, numpy and a session, as arrays.
 
-Nothing of Lockstep draws from them: batches, weights and samples are functions of seed and step. A candidate may, and
-its resumed run must draw what it would have drawn.
+Lockstep itself does not draw from them: batches, weights and samples are functions of seed and step. A candidate may,
+and its resumed run must draw the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def random_state(session: Session) -> dict[str, np.ndarray]:
 
 
 def restore_random_state(session: Session, states: Arrays) -> None:
-    """Take over what `random_state` gave; what is not there stays as it is.
+    """Restore the states that `random_state` returned; a missing one is left unchanged.
 
-    Raises UserError for a state of numpy's that numpy would take and read beyond.
+    Raises UserError for a state of numpy with which numpy would read beyond its memory.
     """
     if PYTHON in states:
         kept = states[f"{PYTHON}/gauss"]
         random.setstate((3, tuple(int(n) for n in states[PYTHON]), float(kept[0]) if len(kept) else None))
     if NUMPY in states:
         kept, key = states[f"{NUMPY}/gauss"], states[NUMPY]
-        # numpy accepts any position, and reads the memory there.
+        # numpy accepts any position, and reads memory there.
         if key.shape != (_WORDS + 1,) or not 0 <= int(key[-1]) <= _WORDS:
             raise UserError(f"the random states hold {NUMPY!r}, which is not the state of a Mersenne Twister")
         np.random.set_state(("MT19937", key[:-1], int(key[-1]), len(kept), float(kept[0]) if len(kept) else 0.0))

@@ -1,7 +1,7 @@
-"""The tensors in a checkpoint's folder, read a part at a time: who needs some rows of a tensor reads no others.
+"""The tensors in a checkpoint's folder, read a part at a time: some rows of a tensor are read without the others.
 
-Both layouts of core/checkpoint/format.py: a file a kind, and parts as torch.distributed.checkpoint writes them, of
-whichever number of ranks. (Its own `HuggingFaceStorageReader` knows the second alone.)
+Both layouts of core/checkpoint/format.py: a file per kind, and parts as torch.distributed.checkpoint writes them on any
+number of ranks. (Its own `HuggingFaceStorageReader` knows the second alone.)
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Part:
 
 
 class Stored:
-    """A folder's tensors. A file is open, and its pages in memory, while something of it is read.
+    """A folder's tensors. A file is open, and its pages are in memory, only while it is read.
 
-    Raises ValueError for names that no tensor of a state has, and what safetensors raises.
+    Raises ValueError for names that no tensor of a state has, and the exceptions of safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Stored:
 
 
 class _Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a kind by name, read when they are asked for."""
+    """The tensors of a kind by name, read on access."""
 
     def __init__(self, stored: Stored, kind: str, names: list[str]) -> None:
         self._stored, self._kind, self._names = stored, kind, names

@@ -1,8 +1,8 @@
-"""Compare a session with the state that it was given: what it shows afterwards must equal that state, bit for bit.
+"""Compare a session with the state that was loaded into it: both must be equal bit for bit.
 
-A session that exchanges two blocks as it reads them, loses a moment or counts a step too many trains on without an
-error, and a check begins from the state that the session shows. So every stored state that enters a session is compared
-with what the session then holds, a tensor at a time.
+A session that swaps two blocks while loading, loses a moment or miscounts its steps trains on without an error, and a
+check begins from the state that the session reports. So every stored state that is loaded is compared with the
+session's state, a tensor at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMED = 3
 def restore_state(
     session: Session, config: RunConfig, folder: Path, step: int, scalars: Mapping[str, float]
 ) -> str | None:
-    """Restore a session from a checkpoint's folder that the session reads itself, and compare it with what is stored.
+    """Restore a session from a checkpoint's folder that the session reads itself, and compare it with the folder.
 
     Every rank of the session calls it. Returns and raises as `require_taken_over`; raises what `restore` raises.
     """
@@ -62,11 +62,11 @@ def require_taken_over(session: Session, config: RunConfig, given: State, source
                 f"{who} did not take its state back: {', '.join(found[:NAMED])}{more} "
                 f"{'differs' if len(found) == 1 else 'differ'} from {source}"
             )
-    return unseen and f"what the session took over could not be compared with {source}: {unseen}"
+    return unseen and f"the session's state could not be compared with {source}: {unseen}"
 
 
 def _differing(session: Session, config: RunConfig, given: State, ranks: Ranks) -> list[str]:
-    """Name what differs, in the order in which the session shows it."""
+    """Name the differences, in the session's order."""
     ask(session, ShowsState)
     kinds = {PARAMS: given.params, **given.optimizer}
     left = {(kind, name): None for kind, arrays in kinds.items() for name in arrays}
@@ -100,7 +100,7 @@ def _holds(shown: np.ndarray, given: np.ndarray) -> bool:
 
 
 def _given(arrays: Arrays, name: str, shown: tuple[int, ...], ranks: Ranks) -> np.ndarray:
-    """Return a tensor as it was given; where the session shows a rank's rows of it, these rows alone."""
+    """Return the given tensor, or only a rank's rows of it if the session has only those."""
     shape = shape_of(arrays, name)
     if shape == shown or not shape:
         return arrays[name]

@@ -22,7 +22,7 @@ from lockstep.core.model.names import fp8_modules
 from lockstep.jax_backend.kernels.formats import E4M3, E5M2, Format, rounded
 from lockstep.jax_backend.policy import Policy
 
-# The recipe of a layer: which numbers share a scale.
+# The recipe of a layer: the numbers that share a scale.
 Float8 = Literal["tensorwise", "rowwise", "delayed"]
 # torchao's least magnitude of a group (float8_utils.EPS).
 LEAST = 1e-12
@@ -39,7 +39,7 @@ def cast(x: Array, axis: int, form: Format, recipe: Float8, amax: Array | None =
     magnitude = magnitude if amax is None else jnp.full_like(magnitude, amax)
     scale = (form.largest / jnp.maximum(magnitude.astype(jnp.float64), LEAST)).astype(jnp.float32)
     if recipe == "rowwise":
-        # JAX makes exp2 and log2 of FP32 from e and ln: they miss powers of two.
+        # JAX computes exp2 and log2 of FP32 from exp and ln, which are not exact at powers of two.
         power = jnp.floor(jnp.log2(scale.astype(jnp.float64)).astype(jnp.float32))
         scale = jnp.ldexp(jnp.ones_like(scale), power.astype(jnp.int32))
     scaled = jnp.clip(x.astype(jnp.float32) * scale, -form.largest, form.largest)

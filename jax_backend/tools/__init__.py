@@ -1,1 +1,1 @@
-"""Looking at a step: sketches and attention logits."""
+"""Observe a step: sketches and attention logits."""

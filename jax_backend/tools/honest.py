@@ -74,7 +74,10 @@ def _narrowed(f: Callable[..., Any], *arguments: Any) -> tuple[str, ...]:
 
 
 def named(result: Any) -> dict[str, jax.Array]:
-    """Return the outputs of a function by name; None is no output. Raises UserError for what is no array."""
+    """Return the outputs of a function by name; None is not an output.
+
+    Raises UserError for a value that is not an array.
+    """
     if isinstance(result, Mapping):
         parts = {str(key): value for key, value in result.items()}
     elif isinstance(result, (tuple, list)):

@@ -46,7 +46,7 @@ def test_a_checkpoints_manifest_names_files_of_its_folder(name: str, tmp_path: P
     folder = checkpoint.save_checkpoint(tmp_path / "checkpoints", initial_state(CONFIG), {})
     files = json.loads((folder / checkpoint.MANIFEST).read_text())["files"]
     seal_checkpoint(folder, files=files | {name: {"size": len(SECRET), "sha256": checkpoint._sha256(mine)}})
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="which is no file of this folder"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="which is not a file of this folder"):
         checkpoint.verify_checkpoint(folder)
 
 

@@ -197,7 +197,7 @@ def test_a_run_of_ones_own_backend_goes_on_if_it_is_named_also_from_another_plac
     assert read_info(run / "run.json")["backend"] == "my_trainer.py:Mine"
     assert cli.run(["train", "--resume", str(run), "--backend", moved]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"trained by my_trainer.py:Mine so far, by {moved} from now on" in said
+    assert f"trained by my_trainer.py:Mine so far, by {moved} from here on" in said
     info = read_info(run / "run.json")
     assert info["backend"] == moved and info["finished"]
 

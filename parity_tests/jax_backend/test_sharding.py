@@ -105,5 +105,5 @@ def test_a_lost_contribution_is_noticed(found, fault):
 def test_more_devices_than_there_are():
     config = config_of(1000)
     for ask in (JaxBackend().open, JaxBackend().describe):
-        with pytest.raises(UserError, match=r"^parity.reference_devices = 1000, and JAX sees [^\n]*$"):
+        with pytest.raises(UserError, match=r"^parity.reference_devices = 1000, and JAX finds [^\n]*$"):
             ask(config)

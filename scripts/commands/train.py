@@ -360,7 +360,7 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
     run.resume_from(step, warn)
     if (made_by := str(Maker.of_run(run))) != going_on.backend:
         run.update_info(backend=going_on.backend)
-        warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from now on")
+        warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from here on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
     tell(console, f"{run.path}: going on from step {step}{why}")
