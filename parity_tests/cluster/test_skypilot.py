@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import jsonschema
 import pytest
 import yaml
 
-from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed
+from lockstep.core.errors import UserError
+from lockstep.core.sweep.space import read_space
+from lockstep.parity_tests.cluster.commands import EXAMPLES, in_script, parsed, torchrun_problems
 from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli
 
@@ -58,12 +64,67 @@ def test_a_planted_mistake_is_found(place: str, key: str, value: Any) -> None:
         check(found)
 
 
+# Set by the machine, and by the scripts themselves.
+OF_THE_MACHINE = {"PWD", "PATH"}
+
+
+def problems(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a task beyond its schemas."""
+    setup, run = found["setup"], found["run"]
+    for script in (setup, run):
+        if subprocess.run(["bash", "-n"], input=script, text=True, stderr=subprocess.DEVNULL).returncode:
+            yield f"no script: {script.splitlines()[0]}"
+    (made,) = re.findall(r"python3 -m venv (\S+)", setup)
+    if f'export PATH="$PWD/{made}/bin:$PATH"' not in run or f"{made}/bin/pip install " not in setup:
+        yield f"{made} is made, and another environment is used"
+    used = set(re.findall(r"\$(\w+)", run))
+    yield from (f"a variable that nobody sets: {name}" for name in used - OF_THE_MACHINE - found.get("envs", {}).keys())
+    yield from (f"a variable that nothing reads: {name}" for name in found.get("envs", {}).keys() - used)
+    for place in found.get("file_mounts", {}):
+        if f"cp -r {place} " not in run:
+            yield f"mounted, and not read: {place}"
+    for words in re.findall(r"^ *torchrun (.*)", re.sub(r"\\\n\s*", " ", run), re.MULTILINE):
+        yield from torchrun_problems(shlex.split(words))
+    for words in in_script(run):
+        if words[0] == "sweep":
+            read_space([after for word, after in itertools.pairwise(words) if word == "--vary"])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_beyond_the_schemas_is_wrong(name: str) -> None:
+    assert list(problems(task(name))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("prepare.yaml", ".venv/bin:$PATH", ".env/bin:$PATH", ".venv is made, and another environment is used"),
+        ("sweep.yaml", ".venv/bin/pip", ".env/bin/pip", ".venv is made, and another environment is used"),
+        ("prepare.yaml", "SOURCE: hf", "SAUCE: hf", "a variable that nobody sets: SOURCE"),
+        ("h100x1.yaml", '"$SOURCE"', "x", "a variable that nothing reads: SOURCE"),
+        ("h100x2.yaml", "~/stage_before: runs", "~/stage: runs", "mounted, and not read: ~/stage"),
+        ("h100x8.yaml", "--nproc-per-node 8", "--nprocs-per-node 8", "no words of torchrun"),
+        ("h100x8.yaml", "-m lockstep", "-m locksteps", "no words of torchrun"),
+        ("h100x1.yaml", "\n  fi", "", "no script"),
+    ],
+)
+def test_a_mistake_beyond_the_schemas_is_found(name: str, before: str, after: str, said: str) -> None:
+    text = FILES[name].read_text()
+    assert before in text
+    found = list(problems(yaml.safe_load(text.replace(before, after))))
+    assert any(problem.startswith(said) for problem in found), found
+
+
+def test_a_search_space_that_is_none_is_found() -> None:
+    found = task("sweep.yaml")
+    found["run"] = found["run"].replace("peak-lr", "peek-lr")
+    with pytest.raises(UserError, match=r"did you mean optim\.peak_lr"):
+        list(problems(found))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_its_commands_are_of_lockstep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = task(name)
-    for script in (found["setup"], found["run"]):
-        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    commands = list(in_script(found["run"]))
+    commands = list(in_script(task(name)["run"]))
     assert commands
     for words in commands:
         if words[0] in {*cli.COMMANDS, *cli.GROUPS}:
