@@ -42,9 +42,9 @@ def build_page(folder: Path, rows: Sequence[Row], keys: Sequence[str], baseline:
 def _tiles(rows: Sequence[Row]) -> str:
     states = Counter(row.state for row in rows)
     bad = sum(row.verdict == "disagreed" for row in rows)
-    best = min(
-        (row for row in rows if _finite(_validation(row))), key=lambda row: _validation(row) or 0.0, default=None
-    )
+    # A run whose check disagreed wins nothing, as in a sweep.
+    may_win = [row for row in rows if row.verdict != "disagreed" and _finite(_validation(row))]
+    best = min(may_win, key=lambda row: _validation(row) or 0.0, default=None)
     tiles = [("Runs", f"{len(rows):,}", "")]
     tiles += [(state.capitalize(), f"{states[state]:,}", "") for state in STATES if states[state]]
     tiles += [("Checks disagreed in", f"{bad:,}", "")] if any(row.checks for row in rows) else []
@@ -96,7 +96,7 @@ def _line(row: Row, keys: Sequence[str], baseline: Row | None) -> str:
         f"{_number_cell(tail.loss, loss_text(tail.loss))}"
         f"{_number_cell(_validation(row), loss_text(_validation(row)), validation)}"
         f"{_number_cell(tail.speed, '–' if tail.speed is None else count(tail.speed))}"
-        f'<td class="checks" data-v="{row.checks["disagreed"]}">{_verdicts(row.checks)}</td>'
+        f'<td class="checks" data-v="{_rank(row.checks)}">{_verdicts(row.checks)}</td>'
         f'<td data-v="{"" if tail.written is None else tail.written}">{written}</td>'
         + "".join(_setting(row, key, place >= SHOWN, baseline) for place, key in enumerate(keys))
         + "</tr>"
@@ -125,6 +125,14 @@ def _verdicts(checks: Counter[str]) -> str:
     found = [*parts, ("skip", rest, "?", "could not tell or skipped")]
     shown = [f'<span class="{tone}" title="{said}">{n:,} {mark}</span>' for tone, n, mark, said in found if n]
     return "".join(shown) or "–"
+
+
+def _rank(checks: Counter[str]) -> str:
+    """Return what the column is sorted by: disagreed checks, then the share without a verdict; empty without checks."""
+    if not checks:
+        return ""
+    rest = checks.total() - checks["agreed"] - checks["disagreed"]
+    return f"{checks['disagreed'] + rest / (checks.total() + 1):.6g}"
 
 
 def _validation(row: Row) -> float | None:

@@ -18,6 +18,7 @@ with V the covariance of the estimates and t Student's quantile. It is bounded o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from lockstep.core.sweep.space import Point, Varied
 FACTOR = 8.0
 # Degrees of freedom that a fit leaves at least.
 FREE = 2
+# The logarithm of the largest number; its negative is that of about the smallest.
+_MOST_LOG = math.log(sys.float_info.max)
 # Student's t, 97.5 %, by degrees of freedom from 1.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -119,18 +122,18 @@ def _fit(
         return Optimum(best, edge, used, of, why="the loss has no minimum there: it is not curved upwards")
     at = -b / (2 * c)
     low, high = _fieller(b, c, covariance[1:3, 1:3], quantile(free))
-    rate = math.exp(at + middle)
-    lowest, highest = min(rates), max(rates)
-    beyond = "low" if rate < lowest else "high" if rate > highest else ""
+    # By logarithms: the minimum of a parabola that is hardly curved may lie beyond all numbers.
+    lowest, highest, room = math.log(min(rates)), math.log(max(rates)), math.log(FACTOR)
+    beyond = "low" if at + middle < lowest else "high" if at + middle > highest else ""
     # Far outside of what was tried a parabola gives the side on which to search, and no rate.
-    known = lowest / FACTOR <= rate <= highest * FACTOR
+    known = lowest - room <= at + middle <= highest + room
     constant = float(np.mean(losses - b * x - c * x**2))
     return Optimum(
         best,
         beyond or edge,
         used,
         of,
-        rate if known else None,
+        _rate(at, middle) if known else None,
         _rate(low, middle),
         _rate(high, middle),
         "" if known else "the fitted minimum lies far outside the rates that were tried",
@@ -139,7 +142,7 @@ def _fit(
 
 
 def _rate(at: float | None, middle: float) -> float | None:
-    return None if at is None or abs(at + middle) > 600 else math.exp(at + middle)
+    return None if at is None or abs(at + middle) > _MOST_LOG else math.exp(at + middle)
 
 
 def _design(one: Varied, points: Sequence[Point]) -> list[NDArray[np.float64]]:

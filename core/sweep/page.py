@@ -68,10 +68,17 @@ def _verdict(sweep: Sweep) -> str:
     if marked:
         lines.append(f"<p>{plural(marked, 'trial')} marked: a parity check disagreed; a marked trial never wins.</p>")
     elif not checked:
-        lines.append("<p>Not checked by parity: parity.every is 0 in these trials.</p>")
+        lines.append(f"<p>Not checked by parity: {_unchecked(sweep)}.</p>")
     badge = "Best trial" if len(found) == 1 else "Best trial of each width" if found else "No trial can win yet"
     kind = "good" if found else "skip"
     return f'<div class="verdict {kind}"><p class="badge">{badge}</p>{"".join(lines)}</div>'
+
+
+def _unchecked(sweep: Sweep) -> str:
+    every, varied = sweep.plan.config.parity.every, {one.key for one in sweep.plan.sampling.varied}
+    if every or "parity.every" in varied:
+        return "no trial has reached a step that is due for a check"
+    return "parity.every is 0 in these trials"
 
 
 def _facts(sweep: Sweep) -> str:
@@ -106,7 +113,8 @@ def _facts(sweep: Sweep) -> str:
 
 def objective(sweep: Sweep) -> str:
     """Return in words what trials are ranked by."""
-    if sweep.plan.config.eval.every:
+    # Where it is varied, it is above 0 in each trial.
+    if sweep.plan.config.eval.every or any(one.key == "eval.every" for one in sweep.plan.sampling.varied):
         return "validation loss after the last step"
     return "mean training loss of the last tenth of the steps (eval.every is 0)"
 

@@ -24,6 +24,7 @@ from lockstep.core.overview import tail
 from lockstep.core.overview.columns import chosen, condition, in_order
 from lockstep.core.overview.differences import differing, named, told
 from lockstep.core.overview.find import find_runs
+from lockstep.core.overview.page import build_page
 from lockstep.core.overview.row import Row, read_row, rows_of_branches
 from lockstep.core.overview.table import _folded, summary, verdicts
 from lockstep.core.overview.tail import Tail, read_tail
@@ -285,6 +286,22 @@ def test_a_terminal_obeys_nothing_in_a_run(
     assert cli.run(["runs"]) == 0
     out, err = capsys.readouterr()
     assert not OBEYED.search((out + err).replace("\n", "")) and r"\x1b]0;title" in out and r"\udcff" in out
+
+
+def test_a_run_whose_check_disagreed_has_not_the_lowest_loss(rows: list[Row], folder: Path) -> None:
+    losses = {row.path: row.tail.validation[1] for row in rows if row.tail.validation}
+    assert min(losses, key=lambda path: losses[path]) == "bad" and "ended" in losses
+    page = build_page(folder, rows, [], None)
+    assert re.search(r"<dt>Lowest val</dt><dd>[\d.]+<small>ended</small>", page)
+
+
+def test_checks_are_sorted_by_disagreements_and_runs_without_checks_stand_last(rows: list[Row], folder: Path) -> None:
+    doubtful = replace(rows[1], path="doubtful", checks=Counter(agreed=1, skipped=2))
+    page = build_page(folder, [*rows, doubtful], [], None)
+    found = dict(re.findall(r'<th scope="row" data-v="([^"]*)">.*?<td class="checks" data-v="([^"]*)">', page))
+    assert found == {
+        "bad": "1", "ended": "0", "new": "", "sweep/trial_9": "", "sweep/trial_10": "", "doubtful": "0.5"
+    }  # fmt: skip
 
 
 def test_the_page_escapes_everything(tmp_path: Path) -> None:

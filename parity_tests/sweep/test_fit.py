@@ -66,6 +66,15 @@ def test_far_from_the_minimum_the_loss_is_no_parabola_and_is_left_out() -> None:
     assert found.used < found.of == 12 and found.rate == pytest.approx(BEST, rel=1e-6)
 
 
+@pytest.mark.parametrize(("slope", "edge"), [(-0.1, "high"), (0.1, "low")])
+def test_a_minimum_beyond_all_numbers_is_on_its_side_and_no_rate(slope: float, edge: str) -> None:
+    """A loss that is hardly curved: its parabola ends at a rate of e^±50,000."""
+    logs = [(rate, math.log(rate)) for rate in RATES]
+    found = fit([({KEY: repr(float(rate))}, 5 + slope * x + 1e-6 * x * x) for rate, x in logs], KEY, VARIED)
+    assert (found.rate, found.edge, found.low, found.high) == (None, edge, None, None)
+    assert found.why == "the fitted minimum lies far outside the rates that were tried"
+
+
 @pytest.mark.parametrize(("rates", "edge"), [(RATES[:5], "high"), (RATES[6:], "low")])
 def test_an_optimum_at_the_edge_is_told(rates, edge) -> None:
     assert (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.config.schema import ParityConfig
+from lockstep.core.config.schema import EvalConfig, ParityConfig
 from lockstep.core.sweep.page import build_page
 from lockstep.core.sweep.plan import Plan, write_plan
 from lockstep.core.sweep.sweep import Sweep
@@ -68,6 +68,20 @@ def test_a_loss_beyond_the_chart_is_marked_with_its_value(tmp_path: Path) -> Non
         MadeUp(loss=lambda config: 9.0 if config.optim.peak_lr == 9e-2 else 4 + config.optim.peak_lr),
     )
     assert re.findall(r">↑ ([^<]*)<", text) == ["9.00"]
+
+
+def test_a_sweep_whose_trials_failed_early_is_not_said_to_be_unchecked_on_purpose(tmp_path: Path) -> None:
+    space, fails = "optim.peak-lr=1e-3,2e-3", MadeUp(failing=lambda config: "step 1: the loss is not finite")
+    text = page_of(tmp_path / "checked", plan(space, config=CHECKED), fails)
+    assert "no trial has reached a step that is due for a check" in text and "parity.every is 0" not in text
+    assert "parity.every is 0 in these trials" in page_of(tmp_path / "unchecked", plan(space), MadeUp())
+
+
+def test_the_objective_is_the_validation_loss_where_evaluation_is_varied(tmp_path: Path) -> None:
+    none = CONFIG.model_copy(update={"eval": EvalConfig(every=0)})
+    text = page_of(tmp_path / "varied", plan("eval.every=2,4", config=none), MadeUp())
+    assert "validation loss after the last step" in text and "mean training loss" not in text
+    assert "mean training loss" in page_of(tmp_path / "none", plan("optim.peak-lr=1e-3", config=none), MadeUp())
 
 
 # Rates whose ratio, and whose room at the ends of an axis, are no numbers.
