@@ -58,7 +58,7 @@ def test_a_trace_is_summarized(lockstep: Lockstep, here: Path) -> None:
 def test_what_cannot_be(refused, run_file: Path, here: Path) -> None:
     (here / "file").write_text("mine")
     assert "name either a run file to profile or --trace" in refused("profile")
-    assert "not both" in refused("profile", run_file, "--trace", "file")
+    assert "either a run file to profile or --trace FILE" in refused("profile", run_file, "--trace", "file")
     assert "is not JSON" in refused("profile", "--trace", "file")
     assert "none is missing" in refused("profile", "--trace", "none")
     assert "it is no file" in refused("profile", "--trace", "/dev/zero")

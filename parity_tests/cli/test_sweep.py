@@ -41,7 +41,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "gpus = 1000: 1 trial at a time would need 1,000 GPUs, and torch finds",
     ),
     "a setting twice": ((*RATES, "--vary", "optim.peak_lr=1,2"), "optim.peak_lr is varied twice"),
-    "a pruner": ((*RATES, "--pruner", "asha"), "pruner = 'asha': input should be 'none', 'median' or 'hyperband'"),
+    "a pruner": ((*RATES, "--pruner", "asha"), "pruner = 'asha': must be 'none', 'median' or 'hyperband'"),
     "two objectives": (
         ("--vary", "eval.every=0,4"),
         "vary: a trial with eval.every = 0 (eval.every 0) is ranked by its training loss, and one with evaluation "

@@ -55,7 +55,7 @@ def container_of(name: str) -> Object:
     return container
 
 
-# What the containers have, as the API server and the programs in them read it; the schemas hold plain text there.
+# Values of the containers as the API server and their programs read them; in the schemas these are plain text.
 QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?")
 RESOURCES = {"cpu", "memory", "nvidia.com/gpu"}
 VARIABLES = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RAY_AUTH_TOKEN", "RAY_START"}

@@ -109,9 +109,9 @@ def test_what_fits_nowhere_ends_with_2(capsys):
         (["plan", LLAMA, "--price", "nan"], "price = nan"),
         (["plan", LLAMA, "--price", "cheap"], "price = 'cheap'"),
         (["plan", LLAMA, "--gpu", "a100-80", "--precision.policy", "fp8_rowwise"], "NVIDIA A100 SXM 80 GB has no FP8"),
-        (["plan"], "nothing to plan: name a run file"),
+        (["plan"], "nothing to plan; name a run file"),
         (["plan", LLAMA, "--json", "nowhere/plan.json"], "json = nowhere/plan.json: cannot write there"),
-        (["plan", LLAMA, "--train.micro-batch-size", "6"], "512 sequences are not divided"),
+        (["plan", LLAMA, "--train.micro-batch-size", "6"], "512 sequences are not a multiple of"),
     ],
 )
 def test_refused_in_one_line(words, said, capsys):

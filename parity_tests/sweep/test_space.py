@@ -34,7 +34,7 @@ BAD = {
     "compile.enabled=0:1": "'0' is no number, and a range has numbers",
     "compile.enabled=yes,perhaps": "must be true or false",
     "optim.name=adamw,sgd": "optim.name = 'sgd'",
-    "optim.weight-decay=-0.1:0.1:log": "optim.weight_decay = '-0.1': input should be greater than or equal to 0",
+    "optim.weight-decay=-0.1:0.1:log": "optim.weight_decay = '-0.1': must be greater than or equal to 0",
     "optim.peak-lr=1e-3:1.0000001e-3": "the ends 1e-3 and 1.0000001e-3 are equal in 6 digits",
     "seed=0:9007199254740993": "a range of whole numbers ends at 9,007,199,254,740,992 (2^53) at most",
 }

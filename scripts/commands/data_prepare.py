@@ -17,7 +17,7 @@ from lockstep.scripts.shared.arguments import parse
 if TYPE_CHECKING:
     from lockstep.core.data.engines.ray_tasks import RayTasks
 
-# Of a cluster, too. A worker has threads, so that a slip of the hand would take the machine down.
+# More than any cluster needs. Each worker has threads, so a typing error in the number could take the machine down.
 _MOST_WORKERS = 4096
 
 
