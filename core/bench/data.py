@@ -72,7 +72,7 @@ def answers(found: Mapping[str, Any]) -> list[str]:
     lines = []
     for own in (one.name for one in CONTENDERS if one.ours and one.name in found["contenders"]):
         said = (f"{_ratio(ratios[own])} of {peer}" for peer, ratios in found["ratios"].items())
-        lines.append(f"{own}: {', '.join(said)}")
+        lines += [f"{own}: {', '.join(said)}"] if found["ratios"] else []
     return lines
 
 

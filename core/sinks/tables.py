@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from lockstep.core.sinks.visible import visible
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+# More columns than any table.
+_UNBOUNDED = 1000
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,20 @@ def stacked(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]
         named = [f"{header}: {_cell(value)}" for header, value in zip(headers[1:], others, strict=True) if value != ""]
         lines += [f"  {_cell(first)}", *_filled(named, width, "    ")]
     return lines
+
+
+def print_fitting(console: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; on a terminal that is narrower than the table, its rows stand below each other."""
+    from lockstep.core.sinks.lines import say
+
+    cells = [list(row) for row in rows]
+    drawn = table(title, headers, cells)
+    needed = console.measure(drawn, options=console.options.update(width=_UNBOUNDED)).maximum
+    if console.is_terminal and needed > console.width:
+        for line in stacked(title, headers, cells, console.width):
+            say(console, line)
+    else:
+        console.print(drawn)
 
 
 def _filled(cells: Sequence[str], width: int, begin: str) -> list[str]:

@@ -15,6 +15,7 @@ from lockstep.core.profile.page import page
 from lockstep.core.profile.summary import summarize
 from lockstep.core.profile.trace import events_of
 from lockstep.core.sinks.lines import say
+from lockstep.core.sinks.tables import print_fitting
 from lockstep.core.sinks.terminal import open_console
 from lockstep.parity_tests.cli.conftest import Lockstep
 from lockstep.parity_tests.profile.made import gpu_trace
@@ -135,6 +136,17 @@ def test_the_museum_fits_and_breaks_no_word(lockstep: Lockstep) -> None:
     lines = lockstep("museum").out.splitlines()
     assert wide(lines) == [] and [line for line in lines if line.endswith("-")] == []
     assert any("micro-batches" in line for line in lines)
+
+
+def test_tables_of_benches_fit(screen: Screen) -> None:
+    """A wider table than the terminal has its rows below each other; on a wide one it stays a table."""
+    from lockstep.core.bench.page import HEADERS
+
+    row = [f"{header} 1.234 (1.2 to 1.3)" for header in HEADERS]
+    print_fitting(screen.open(), "Whole steps", HEADERS, [row])
+    assert wide(screen.lines) == [] and cut(screen.lines, f"  {row[0]}", f"{HEADERS[-1]}: {row[-1]}") == []
+    print_fitting(screen.open(), "small", ("a", "b"), [["1", "2"]])
+    assert any(line.startswith("│ 1 │ 2 │") for line in screen.lines)
 
 
 def test_a_profile_fits(screen: Screen) -> None:

@@ -22,7 +22,8 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_that_are_not_there(refused, run_file: Path) -> None:
     said = (
-        "parity.reference_devices = 4000, and JAX finds 1 device (cpu); JAX_NUM_CPU_DEVICES=4000 cuts a CPU into as many"
+        "parity.reference_devices = 4000, and JAX finds 1 device (cpu); "
+        "JAX_NUM_CPU_DEVICES=4000 cuts a CPU into as many"
     )
     many = ("--parity.reference-devices", "4000")
     assert refused("parity", run_file, "--steps", 1, *many) == said

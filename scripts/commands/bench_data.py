@@ -90,13 +90,14 @@ def measure(options: BenchData, rows: Sequence[str], contenders: Sequence[Conten
     from lockstep.core.bench.data import HEADERS, SCHEMA, SUITE, answers, cells
     from lockstep.core.bench.made_up import write_made_up
     from lockstep.core.files.atomic import write_atomically
-    from lockstep.core.sinks.tables import table
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.lines import tell
+    from lockstep.core.sinks.tables import print_fitting
+    from lockstep.core.sinks.terminal import open_unwrapped
 
     def keep() -> None:
         write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
 
-    console = open_console(max(120, open_console().width))
+    console = open_unwrapped()
     results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **_about(), "tokens": 1024 * options.kilotokens}
     results |= {"rows": [], "first": {}, "resume": {"reason": "not begun"}}
     with options.json.with_suffix(".log").open("a") as log, tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
@@ -107,9 +108,9 @@ def measure(options: BenchData, rows: Sequence[str], contenders: Sequence[Conten
             results["rows"].append(found := _row(row, options, data, contenders, log))
             keep()
             if found["status"] == "measured":
-                console.print(table(row, HEADERS, cells(found)))
+                print_fitting(console, row, HEADERS, cells(found))
             for line in answers(found):
-                console.print(line, markup=False, soft_wrap=True)
+                tell(console, line)
         failed = any(found["status"] != "measured" for found in results["rows"])
         try:
             results["first"] = _first(options, data, contenders, log)
@@ -117,11 +118,11 @@ def measure(options: BenchData, rows: Sequence[str], contenders: Sequence[Conten
             results["resume"] = _resume(options, Path(folder) / "paper", log)
         except UserError as error:
             results["resume"] = {"reason": str(error)}
-            console.print(str(error), markup=False)
+            tell(console, str(error))
             failed = True
         keep()
     for line in _first_lines(results):
-        console.print(line, markup=False, soft_wrap=True)
+        tell(console, line)
     return 2 if failed else 0
 
 
@@ -197,8 +198,8 @@ def _first_lines(results: dict[str, Any]) -> list[str]:
 
     first = ", ".join(f"{name} {milliseconds(median(of['seconds']))}" for name, of in results["first"].items())
     at = results["resume"].get("at", {})
-    resumed = ", ".join(f"{int(sample):,} {milliseconds(median(seconds))}" for sample, seconds in at.items())
-    return [f"first batch: {first}"] * bool(first) + [f"first batch from sample: {resumed}"] * bool(resumed)
+    resumed = ", ".join(f"{int(sample):,}: {milliseconds(median(seconds))}" for sample, seconds in at.items())
+    return [f"first batch: {first}"] * bool(first) + [f"first batch after a resume at sample {resumed}"] * bool(resumed)
 
 
 def _about() -> dict[str, Any]:

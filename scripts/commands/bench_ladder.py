@@ -126,10 +126,11 @@ def measure(options: BenchLadder, ladders: list[dict[str, RunConfig]]) -> int:
     from lockstep.core.bench.ladder_page import HEADERS, LOADER_HEADERS, answers, cells, loader_cells
     from lockstep.core.bench.made_up import write_made_up
     from lockstep.core.files.atomic import write_atomically
-    from lockstep.core.sinks.tables import table
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.lines import tell
+    from lockstep.core.sinks.tables import print_fitting
+    from lockstep.core.sinks.terminal import open_unwrapped
 
-    console = open_console(max(160, open_console().width))
+    console = open_unwrapped()
     config = ladders[0][EXPECTED]
     threads = options.threads or os.cpu_count() or 1
     results: dict[str, Any] = {"schema": SCHEMA, "suite": SUITE, **about(config, threads)}
@@ -140,10 +141,10 @@ def measure(options: BenchLadder, ladders: list[dict[str, RunConfig]]) -> int:
             results["rows"].append(found := _row(rungs, options, Path(folder), threads, log))
             write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
             if found["rungs"]:
-                console.print(table(found["row"], HEADERS, cells(found)))
-                console.print(table("", LOADER_HEADERS, loader_cells(found)))
+                print_fitting(console, found["row"], HEADERS, cells(found))
+                print_fitting(console, "", LOADER_HEADERS, loader_cells(found))
             for line in answers(found):
-                console.print(line, markup=False, soft_wrap=True)
+                tell(console, line)
     status = {found["status"] for found in results["rows"]}
     return 2 if "failed" in status else 1 if "not_the_same_work" in status else 0
 

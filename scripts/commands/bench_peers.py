@@ -138,10 +138,11 @@ def measure(
     from lockstep.core.config.file import load_config
     from lockstep.core.files.atomic import write_atomically
     from lockstep.core.model.budget import parameter_count
-    from lockstep.core.sinks.tables import table
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.lines import tell
+    from lockstep.core.sinks.tables import print_fitting
+    from lockstep.core.sinks.terminal import open_unwrapped
 
-    console = open_console(max(120, open_console().width))
+    console = open_unwrapped()
     threads = options.threads or os.cpu_count() or 1
     config = load_config(options.configs[0], {**given, **ROWS[rows[0]]})
     facts = about(config, threads, LIBRARIES)
@@ -149,7 +150,7 @@ def measure(
     results = {"schema": SCHEMA, "suite": SUITE, **{key: facts[key] for key in ("device", "versions")}}
     results |= {"absent": absent, "models": models}
     for name, why in absent.items():
-        console.print(f"{name}: {why}", markup=False)
+        tell(console, f"{name}: {why}")
     with options.json.with_suffix(".log").open("a") as log:
         for path in options.configs:
             config = load_config(path, {**given, **ROWS[rows[0]]})
@@ -162,11 +163,11 @@ def measure(
                 write_atomically(options.json, [(json.dumps(results, indent=1) + "\n").encode()])
                 title = f"{size(models[-1])}, {row}"
                 if found["status"] != "measured":
-                    console.print(f"{title}: {found['status'].replace('_', ' ')}: {found['reason']}", markup=False)
+                    tell(console, f"{title}: {found['status'].replace('_', ' ')}: {found['reason']}")
                 if found.get("contenders"):
-                    console.print(table(title, HEADERS, cells(found)))
+                    print_fitting(console, title, HEADERS, cells(found))
                 for line in answers(found):
-                    console.print(line, markup=False, soft_wrap=True)
+                    tell(console, line)
     status = {found["status"] for model in models for found in model["rows"]}
     return 2 if "failed" in status else 1 if "not_the_same_work" in status else 0
 

@@ -104,10 +104,11 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
     from lockstep.core.bench.rows import bench_config, names
     from lockstep.core.bench.suite import Plan, Worker, measure_rows, to_do
     from lockstep.core.config.file import load_config
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.lines import tell
+    from lockstep.core.sinks.terminal import open_unwrapped
 
     started = time.monotonic()
-    console = open_console()
+    console = open_unwrapped()
     with options.json.with_suffix(".log").open("a") as log:
         ask = Worker([sys.executable, "-P", "-m", "lockstep.scripts.shared.bench_worker"], HOME, log)
         found = _answer(ask, "device")
@@ -128,7 +129,7 @@ def measure(options: Bench, given: dict[str, str], rows: list[Row], results: dic
         ):
             save_results(options.json, results)
             done.append(result)
-            console.print(_line(result), markup=False, soft_wrap=True)
+            tell(console, _line(result))
     print_table(console, rows, series)
     if waiting := to_do(rows, series, True, options.ignore_plan):
         announce(f"lockstep: time limit reached; rows left for --resume: {names(waiting)}")
@@ -155,15 +156,14 @@ def print_table(console: Console, rows: list[Row], series: dict[str, Any]) -> No
     """Print the rows, the reason of each row without a figure, and the machine and versions."""
     from lockstep.core.bench.page import HEADERS, about, cells, remarks
     from lockstep.core.bench.results import result_of
-    from lockstep.core.sinks.tables import table
-    from lockstep.core.sinks.terminal import open_console
+    from lockstep.core.sinks.lines import tell
+    from lockstep.core.sinks.tables import print_fitting
 
     length = series["config"]["sequence_length"]
-    wide = console if console.width >= 230 else open_console(230)
     drawn = [cells(row, result_of(series, row.name), length) for row in rows]
-    wide.print(table("Whole steps (* published under other conditions)", HEADERS, drawn), soft_wrap=False)
+    print_fitting(console, "Whole steps (* published under other conditions)", HEADERS, drawn)
     for line in [*remarks(rows, series), *about(series)]:
-        console.print(line, markup=False, soft_wrap=True)
+        tell(console, line)
 
 
 if __name__ == "__main__":
