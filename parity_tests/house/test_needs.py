@@ -77,7 +77,7 @@ ELSEWHERE = {"pyarrow", "orbax"}
 # In the modules that a command imports, for work that it does not do: writing a run file, reading a checkpoint, listing
 # a source at an address.
 NOT_USED = {
-    "data prepare": {"safetensors", "tomli_w"},
+    "data prepare": {"tomli_w"},
     "train": {"fsspec"},
     "parity": {"fsspec"},
     "export": {"tomli_w"},

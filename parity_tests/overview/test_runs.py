@@ -375,6 +375,8 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     records = folder / "ended" / "records.jsonl"
     before = records.read_bytes()
     assert f"a file of the run {records.parent}; name another" in refused(str(folder), "--page", str(records))
+    assert cli.run(["report", str(records.parent), "--out", str(records)]) == 2
+    assert f"a file of the run {records.parent}; name another" in capsys.readouterr().err
     assert records.read_bytes() == before
     assert cli.run(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no run below {tmp_path}\n"

@@ -13,7 +13,8 @@ from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError, printable
 from lockstep.core.files.paths import path_problem
 from lockstep.core.sinks.lines import complain
-from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.outputs import check_output
 
 COMPARISON = Path("report_compare.html")
 _PORTS = 65_536
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     for text in options.runs:
         if problem := path_problem(text) or (not text and "no path"):
             raise UserError(f"{COMMAND_LINE}: RUN = {text!r}: {problem}")
-    check_file("out", options.out)
+    check_output("out", options.out)
     if options.watch:
         return _watch(options)
     if options.port is not None:

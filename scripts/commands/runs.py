@@ -14,7 +14,8 @@ import tyro
 from lockstep.core.config.file import COMMAND_LINE
 from lockstep.core.errors import UserError, printable
 from lockstep.core.sinks.lines import complain
-from lockstep.scripts.shared.arguments import check_file, parse
+from lockstep.scripts.shared.arguments import parse
+from lockstep.scripts.shared.outputs import check_output
 
 if TYPE_CHECKING:
     from lockstep.core.overview.find import Found
@@ -74,9 +75,9 @@ def main(argv: list[str]) -> int:
     from lockstep.core.overview.row import read_row, rows_of_branches
 
     options, _ = parse(Runs, "runs", argv, with_settings=False)
-    check_file("page", options.page)
+    check_output("page", options.page)
     if options.json != STDOUT:
-        check_file("json", options.json)
+        check_output("json", options.json)
     if options.page == STDOUT:
         raise UserError(f"{COMMAND_LINE}: page = -: a page is written to a file; --json - writes to stdout")
     if options.page and options.json and options.page.absolute() == options.json.absolute():

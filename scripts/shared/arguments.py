@@ -300,18 +300,13 @@ def _quoted(words: list[str]) -> str:
 def check_file(name: str, path: Path | None) -> None:
     """Raise UserError unless the option `name` is empty, or a path at which a file can be written.
 
-    The files by which a run directory is read are not overwritten. A pipe without a reader would block after all the
-    work. Pipes of the shell are under /dev.
+    A pipe without a reader would block after all the work. Pipes of the shell are under /dev.
     """
-    from lockstep.core.run.layout import CONFIG, INFO, LINES, is_run
-
     if path is None:
         return
     waits = path.is_fifo() and not path.is_relative_to("/dev")
     if waits or path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{COMMAND_LINE}: {name} = {path}: cannot write there; name a file in an existing folder")
-    if path.name in (CONFIG, INFO, *LINES) and path.exists() and is_run(path.parent):
-        raise UserError(f"{COMMAND_LINE}: {name} = {path}: a file of the run {path.parent}; name another")
 
 
 def _wrong_settings(config: Path | None, given: dict[str, str]) -> list[str]:
