@@ -21,8 +21,8 @@ COMPLETE, PRUNED, FAILED, MARKED = "complete", "pruned", "failed", "marked"
 ENDED = (COMPLETE, PRUNED, FAILED, MARKED)
 # Points of a training curve that are kept for the page.
 CURVE = 240
-# Settings, or their sections, that a resume by hand may change and the trial stays the same.
-_NOT_THE_LOSS = ("name", "log", "checkpoint")
+# The value of a setting that a run replaces by what it chose.
+_AUTO = "auto"
 _NAMED = 2
 
 
@@ -55,28 +55,32 @@ class Outcome:
         return Earlier(self.state, self.value, self.reports, self.rungs)
 
 
-def read_outcome(run: Path, rule: Rule, failure: str = "", config: RunConfig | None = None) -> Outcome:
+def read_outcome(run: Path, rule: Rule, failure: str = "", varied: Mapping[str, Any] | None = None) -> Outcome:
     """Read what came of a trial so far.
 
-    failure: why its process ended without finishing, empty if it did not, or may go on. config: of the trial; a run
-    with other settings, such as one that was resumed by hand with another learning rate, has failed as this trial. A
-    trial that is neither finished nor given up is `waiting` or `running`.
+    failure: why its process ended without finishing, empty if it did not, or may go on. varied: the
+    values of the settings that the trial was made with; a run with others, such as one that was resumed by hand with
+    another learning rate, has failed as this trial. A trial that is neither finished nor given up is `waiting` or
+    `running`.
     """
     if not is_run(run):
         return Outcome(FAILED, why=failure) if failure else Outcome(WAITING)
     try:
         opened = RunDir.open(run)
-        if config is not None and (said := _other_settings(opened.asked, config)):
+        if varied is not None and (said := _other_settings(opened.asked, varied)):
             return Outcome(FAILED, why=said)
         return _read(opened, rule, failure)
     except UserError as error:
         return Outcome(FAILED, why=failure or str(error))
 
 
-def _other_settings(run: RunConfig, trial: RunConfig) -> str:
-    """Return in words which settings of a run are not those of its trial; empty if all are, but the name."""
-    there, due = settings_of(run), settings_of(trial)
-    differ = [key for key in due if key.partition(".")[0] not in _NOT_THE_LOSS and there.get(key) != due[key]]
+def _other_settings(run: RunConfig, due: Mapping[str, Any]) -> str:
+    """Return in words which varied settings of a run are not those of its trial; empty if all are.
+
+    A run has settled what is `auto`.
+    """
+    there = settings_of(run)
+    differ = [key for key in due if due[key] != _AUTO and there.get(key) != due[key]]
     named = [f"{key} is {there.get(key)!r}, and the trial has {due[key]!r}" for key in differ[:_NAMED]]
     if len(differ) > _NAMED:
         named.append(f"{len(differ) - _NAMED} more")

@@ -14,6 +14,7 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import JsonLines, read_lines
 from lockstep.core.files.lock import FolderLock
+from lockstep.core.run.info import settings_of
 from lockstep.core.run.layout import RECORDS, is_run
 from lockstep.core.sweep.journal import Journal
 from lockstep.core.sweep.local import Engine
@@ -195,8 +196,9 @@ class Sweep:
             trial.outcome = Outcome(FAILED, why=trial.failure)
         else:
             trial.line = self._make_job(trial).line
-            config = self._config_of(trial)
-            trial.outcome = read_outcome(self.run_of(trial), self._rule(trial), trial.failure, config)
+            values = settings_of(self._config_of(trial))
+            varied = {key: values[key] for key in self.settings(trial)}
+            trial.outcome = read_outcome(self.run_of(trial), self._rule(trial), trial.failure, varied)
         trial.step = trial.outcome.step
         trial.loss = trial.outcome.curve[-1][1] if trial.outcome.curve else None
         if trial.outcome.state in ENDED:

@@ -215,6 +215,15 @@ def test_a_run_that_was_resumed_with_other_settings_is_not_ranked_as_its_trial(t
     )
 
 
+def test_a_run_may_settle_what_is_auto(tmp_path: Path) -> None:
+    of = plan("device=auto,cpu", config=CONFIG.model_copy(update={"device": "cpu"}))
+    (first, second) = made(tmp_path / "sweep", of, MadeUp())
+    run = tmp_path / "sweep" / TRIALS / first.name
+    shutil.rmtree(run)
+    shutil.copytree(run.with_name(second.name), run)
+    assert [trial.outcome.state for trial in made(tmp_path / "sweep", of, MadeUp())] == [COMPLETE] * 2
+
+
 # The journal
 
 
