@@ -33,11 +33,11 @@ def test_ids_are_read_back() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("blocks.0.mlp.act", "no mutant"),
-        ("blocks.0.mlp.act:forward*drop@always; x", "no mutant"),
+        ("blocks.0.mlp.act", "is not a mutant"),
+        ("blocks.0.mlp.act:forward*drop@always; x", "is not a mutant"),
         ("blocks.0.mlp.akt:forward*drop@always", "did you mean blocks.0.mlp.act:forward?"),
-        ("blocks.0.mlp.act:forward*scale(+2^-60)@always", "no operator at this place"),
-        ("blocks.0.mlp.act:forward*drop@compiled", "no condition at this place"),
+        ("blocks.0.mlp.act:forward*scale(+2^-60)@always", "is not an operator at this place"),
+        ("blocks.0.mlp.act:forward*drop@compiled", "is not a condition at this place"),
     ],
 )
 def test_what_is_no_mutant_is_refused(text: str, told: str) -> None:

@@ -56,7 +56,7 @@ def test_the_own_module_agrees_in_three_lines_and_disagrees(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("adapter", "most"), [("watch_trainer", 2), ("watch_lightning", 3), ("watch_accelerate", 3)])
 def test_an_adapter_takes_so_many_lines_of_the_users(adapter: str, most: int) -> None:
-    page = (DOCS / "guide/watch.md").read_text()
+    page = (DOCS / "guide/watch_trainers.md").read_text()
     (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if adapter in code)
     assert sum("watch" in line for line in block.splitlines()) == most
     assert re.search(rf"^\| `{adapter}` \| {most} \|", page, re.M)

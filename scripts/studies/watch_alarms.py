@@ -131,7 +131,7 @@ def model_of(family: str, draw: Draw) -> nn.Module:
         )  # fmt: skip
     model: Any = t.AutoModelForCausalLM.from_config(config)
     model.loss_type = (
-        "ForCausalLM"  # of GPT-2, whose Trainer counts labels before they are shifted (docs/guide/watch.md)
+        "ForCausalLM"  # of GPT-2, whose Trainer counts labels before they are shifted (docs/guide/watch_trainers.md)
     )
     found: nn.Module = model
     return found

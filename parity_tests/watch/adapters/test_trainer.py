@@ -168,7 +168,7 @@ def test_trainer_counts_gpt2s_labels_before_they_are_shifted(tmp_path: Path) -> 
     """FINDING, transformers 5.23: GPT2LMHeadModel has no `loss_type`, by which Trainer tells that labels are shifted.
 
     Each row's first label, which no position predicts, is counted as a target: gradients are too short. Once this
-    fails, the finding is out of date: strike it from docs/guide/watch.md.
+    fails, the finding is out of date: strike it from docs/guide/watch_trainers.md.
     """
     trainer = built(tmp_path, max_steps=1, gradient_accumulation_steps=3)
     trainer = Trainer(model=gpt2(), args=trainer.args, train_dataset=trainer.train_dataset)
