@@ -18,9 +18,15 @@ SIZE, TIMES = 256, 3
 def bf16_slowdown() -> float:
     """Return the seconds of a bf16 product on this CPU over those of the same product in FP32, in a quarter second.
 
-    Two square matrices, the best of TIMES after one that does not count; below 1 where bf16 is the faster one.
+    The best of TIMES products of square matrices after one that does not count; below 1 where bf16 is faster. One thread
+    makes them: with several, the short FP32 product waits for threads that other programs hold up.
     """
-    return _seconds(torch.bfloat16) / max(_seconds(torch.float32), 1e-9)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _seconds(torch.bfloat16) / max(_seconds(torch.float32), 1e-9)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(dtype: torch.dtype) -> float:
