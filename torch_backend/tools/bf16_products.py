@@ -18,8 +18,8 @@ SIZE, TIMES = 256, 3
 def bf16_slowdown() -> float:
     """Return the seconds of a bf16 product on this CPU over those of the same product in FP32, in a quarter second.
 
-    The best of TIMES products of square matrices after one that does not count; below 1 where bf16 is faster. One thread
-    makes them: with several, the short FP32 product waits for threads that other programs hold up.
+    The best of TIMES products of square matrices after one that does not count; below 1 where bf16 is faster. One
+    thread makes them: with several, the short FP32 product waits for threads that other programs hold up.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
