@@ -235,7 +235,7 @@ def measure_sizes(folder: Path, sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def measure_words(folder: Path, sizes: list[int]) -> list[dict[str, Any]]:
-    """Prepare sources of each size with a tokenizer of whole words, which is ten times as fast as one of bytes."""
+    """Prepare sources of each size with a tokenizer of whole words, which is faster than one of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Counter(word for text in documents(2 * MB) for word in text.split())
