@@ -140,7 +140,10 @@ class TokenByToken(MappedTokenByToken):
 
 
 class Watched:
-    """An endless iterator of batches, each made on request. seconds: time to make the last one."""
+    """An endless iterator of batches, each made on request.
+
+    seconds: time to make the last one.
+    """
 
     def __init__(self, make: Callable[[int], Batch]) -> None:
         self._make = make

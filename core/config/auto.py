@@ -7,9 +7,10 @@ The attention kernel is `math`, which stores the scores (S, S) of every head, if
 (measured: docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. Below that torch's flash kernel
-processes 32 queries at a time (`flash_attention_backward_kernel_impl`) and is slower than whole products. Under FP32
-and FP64 it never is. - memory: sequences are at most WIDTHS head dimensions long. Then a layer keeps per token scores
-of at most WIDTHS FP32 hidden vectors: 4·heads·S bytes, where a vector has 4·heads·head_dim.
+  processes 32 queries at a time (`flash_attention_backward_kernel_impl`) and is slower than whole products. Under FP32
+  and FP64 it never is.
+- memory: sequences are at most WIDTHS head dimensions long. For each token a layer then keeps 4·heads·S bytes of
+  scores, at most WIDTHS hidden vectors in FP32 (4·heads·head_dim bytes each).
 
 Neither depends on the micro-batch, so its size changes only the memory.
 
@@ -68,8 +69,9 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     """Replace `auto` settings by their choices on this device; off the CPU, return the configuration as it is.
 
     oneDNN's products become `auto` again on another device and in a compiled program, which do not have them: a
-    configuration resolved on the CPU may be opened there (`replay --device cuda`). chosen: a run's recorded choices
-    (run.json), used instead of those of `on_cpu`; missing keys have the value of `BEFORE`.
+    configuration resolved on the CPU may be opened there (`replay --device cuda`).
+    chosen: a run's recorded choices (run.json), used instead of those of `on_cpu`; missing keys have the value of
+    `BEFORE`.
     """
     products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled
     if products == "onednn" and not eager:

@@ -18,12 +18,14 @@ LARGE, SMALL = 1e-2, 1e-3
 class Row:
     """A mutant under a recipe, and its result.
 
-    expected: the correct origins, the preferred one first. step: the first step in which it can act. Relative changes
-    that it makes to the real step, whose loss weights are the run's own: gradients (L2 over all parameters), worst (of
-    the parameter that changes most), loss, update (of the weights after the step, in updates). effect: the change that
-    determines its class. equivalent: it changes no bit of that step. stopped: that step is not finite, so that the
-    trainer ends by itself. found: the check of `step` disagreed. named: its origin. others: all origins, in the chain's
-    order. scope, measure: of the origin. error: why there is no verdict.
+    expected: the correct origins, the preferred one first. step: the first step in which it can act.
+    gradients, worst, loss, update: relative changes that it makes to the real step, whose loss weights are the run's
+    own: in L2 over all parameters, in the parameter that changes most, in the loss, and in the weights after the step
+    (in updates).
+    effect: the change that determines its class. equivalent: it changes no bit of that step. stopped: that step is not
+    finite, so that the trainer ends by itself.
+    found: the check of `step` disagreed. named: its origin. others: all origins, in the chain's order.
+    scope, measure: of the origin. error: why there is no verdict.
     """
 
     id: str

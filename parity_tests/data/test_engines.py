@@ -306,7 +306,9 @@ def test_an_engine_gives_its_workers_their_threads(
 ) -> None:
     stand_in(monkeypatch)
     assert engine.workers == 2 and RayTasks(0).workers == 1
-    assert dict(engine.map(threads_here, range(3), tmp_path, 2)) == dict.fromkeys(range(3), ("2", "true"))
+    # A machine of one core gives a worker one thread.
+    both = ("2", "true") if (os.cpu_count() or 1) > 1 else ("1", "false")
+    assert dict(engine.map(threads_here, range(3), tmp_path, 2)) == dict.fromkeys(range(3), both)
     assert dict(engine.map(threads_here, range(3), tmp_path)) == dict.fromkeys(range(3), ("1", "false"))
 
 

@@ -22,11 +22,13 @@ class Exhibit:
     """A bug, as its file states it.
 
     title: the bug in a sentence. link: its issue or pull request, or empty where there is none.
-    packages, fixed: requirements with exact versions with the bug, and without it. If the bug is not fixed, `fixed`
-    repeats `packages`, and `mended` describes the work-around in the second run. loop: a module of `loops/`. settings:
-    keyword arguments of its function. acts_at: the first step in which the bug acts; 0 for a single function, which has
-    no steps. stage: the stage that the verdict must name. words: a regular expression that must match the verdict.
-    caught: whether a check finds it. missed: why not, if not. gone: the part of the package with the bug was removed.
+    packages, fixed: requirements with exact versions, with the bug and without it. If the bug is not fixed, `fixed`
+    repeats `packages`, and `mended` describes the work-around in the second run.
+    loop: a module of `loops/`. settings: keyword arguments of its function.
+    acts_at: the first step in which the bug acts; 0 for a single function, which has no steps.
+    stage: the stage that the verdict must name. words: a regular expression that must match the verdict.
+    caught: whether a check finds it. missed: why not, if not.
+    gone: the part of the package with the bug was removed.
     what: the bug's effect on training, for the page.
     """
 

@@ -35,10 +35,11 @@ class Moment:
     """The moment of a kill: an operation of rank 0 under `folder`.
 
     Operations are `VERB PATH`, with paths below the folder: `write`, `read`, `rename FROM TO`, `mkdir`, `remove`,
-    `rmdir`. start: an expression; counting begins at its `times`-th match. further: number of operations after that
-    match. at_once: the process kills itself before the operation; else it continues and is killed from outside. slowly:
-    that thread is slowed from there on, so that a kill can also fall within the writing of a file. told: a named pipe
-    that gets a line of JSON: `operation`, `pid`.
+    `rmdir`.
+    start: an expression; counting begins at its `times`-th match. further: number of operations after that match.
+    at_once: the process kills itself before the operation; else it continues and is killed from outside.
+    slowly: that thread is slowed from there on, so that a kill can also fall within the writing of a file.
+    told: a named pipe that gets a line of JSON: `operation`, `pid`.
     """
 
     folder: str

@@ -7,8 +7,8 @@ repeated with an error planted only in the candidate's tensor, and the error is 
 it:
 
 scale:    the whole tensor times 1 + δ. element: one element, as large as the tensor's rms, times 1 + δ. Both are
-rounded to bf16 if the tensor was. bf16:     the tensor rounded to bf16: found or not, and by how much its worst measure
-passes its bound.
+          rounded to bf16 if the tensor was.
+bf16:     the tensor rounded to bf16: found or not, and by how much its worst measure passes its bound.
 
 Scale and element have two columns each: by norms of the whole tensor alone, and with the bounds on elements too
 (core/parity/measures/peak_bounds.py).

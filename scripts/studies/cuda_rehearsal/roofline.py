@@ -2,11 +2,12 @@
 
     block products, head products    FLOPs of each product at its format's rate, or its bytes at the bandwidth
     cross-entropy                    bytes of the generated kernels over a chunk's logits, which each pass reads again:
-    132 rows of 0.5 MB exceed the caches; or by formula those of the head's own kernel Triton kernels
-    bytes of the other generated kernels, as Inductor counts them attention                        3.5 forward passes at
-    its kernel's share of the peak (core/plan/seconds.py) rest                             fills and copies on the
-    device as logged; by formula what torch's own kernels do outside the program: gradients added over micro-batches,
-    clipping, the optimizer
+                                     132 rows of 0.5 MB exceed the caches; or by formula those of the head's own kernel
+    Triton kernels                   bytes of the other generated kernels, as Inductor counts them
+    attention                        3.5 forward passes at its kernel's share of the peak (core/plan/seconds.py)
+    rest                             fills and copies on the device as logged; by formula the work of torch's own
+                                     kernels outside the program: gradients added over micro-batches, clipping, the
+                                     optimizer
 
 Not counted: launches, gaps, kernels that are neither generated nor named here, and arithmetic outside products, such as
 the cross-entropy's exponentials in FP64.
