@@ -39,9 +39,9 @@ def wrapped(line: str, width: int, begin: str = "", hang: int | None = None) -> 
 def fitted(line: str, width: int) -> str:
     """Break a line that is wider than `width` between words; lines after the first are indented by two columns more.
 
-    A command in it (`…; go on with: lockstep train --resume RUN`) begins a line of its own. If it is too long for one,
-    its lines end with a backslash, so that a shell takes them as they are copied. An indented line that begins with
-    `lockstep` is a command as a whole.
+    A command in it (`…; continue with: lockstep train --resume RUN`) begins a line of its own. If it is too long for
+    one, its lines end with a backslash, so that a shell takes them as they are copied. An indented line that begins
+    with `lockstep` is a command as a whole.
     """
     if len(line) <= width:
         return line

@@ -15,7 +15,7 @@ from lockstep.parity_tests.repository import REPO, parsed
 
 WIDTH = 80
 PROSE = "command line: optim.peek_lr is not a setting; did you mean optim.peak_lr, which is the highest learning rate?"
-GO_ON = "the disk is full; after room was made, go on with: lockstep train --resume runs/quickstart; nothing was lost"
+GO_ON = "the disk is full; when there is room, continue with: lockstep train --resume runs/quickstart; nothing was lost"
 LONG = f"data/a holds no prepared data; make it with: lockstep data prepare {'configs/a.toml --data.path data/a ' * 3}"
 
 

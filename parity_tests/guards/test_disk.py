@@ -60,7 +60,7 @@ def test_a_record_that_cannot_be_written_ends_the_run(
     run = folder.path / "run"
     assert one_line(capsys.readouterr().err) == (
         f"lockstep: cannot write {run / 'records.jsonl'}: {os.strerror(number)}; "
-        f"go on with: lockstep train --resume {run}"
+        f"continue with: lockstep train --resume {run}"
     )
     assert (run / "records.jsonl").read_bytes().endswith(b"}\n")  # of the half that fitted nothing is left
     assert [r["step"] for r in folder.records("run")] == [1, 2, 3, 4, 5]

@@ -51,7 +51,7 @@ def test_a_loader_that_fails_names_its_step_and_loses_nothing(
         assert folder.train("run", {}) == 2
     line = one_line(capsys.readouterr().err)
     assert line.startswith(f"lockstep: step 6: its batch could not be made: {said}")
-    assert line.endswith(f"; go on with: lockstep train --resume {folder.path / 'run'}")
+    assert line.endswith(f"; continue with: lockstep train --resume {folder.path / 'run'}")
     goes_on(folder, straight, 6)
 
 

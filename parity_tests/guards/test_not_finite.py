@@ -130,7 +130,7 @@ def test_the_run_ends_with_one_line_and_its_last_good_checkpoint(
     assert folder.train("nan", {"checkpoint.every": 1, "device": "cpu"}, "--backend", name) == 2
     said = one_line(capsys.readouterr().err)
     assert said.startswith(f"lockstep: step {AT_STEP}: loss nan, gradient norm ") and "first in the loss (nan)" in said
-    assert f"go on with: lockstep train --resume {folder.path / 'nan'}" in said
+    assert f"continue with: lockstep train --resume {folder.path / 'nan'}" in said
     assert [step for step, _ in folder.losses("nan")] == [1, 2]
     run = RunDir.open(folder.path / "nan")
     assert [path.name for path in run.checkpoints()] == ["step_000001", "step_000002"]

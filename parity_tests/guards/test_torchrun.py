@@ -28,7 +28,7 @@ def test_rank_0_names_the_other(run_file: Path, tmp_path: Path) -> None:
     (line,) = (line for line in done.err.splitlines() if line.startswith("lockstep: "))
     assert line == (
         f"lockstep: step {AT_STEP}: loss nan, gradient norm nan: not finite; on rank 1 first in the loss (nan); "
-        "the step was left out; go on with: lockstep train --resume runs/tiny"
+        "the step was left out; continue with: lockstep train --resume runs/tiny"
     )
     steps = sorted(path.name for path in (tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*"))
     assert steps == ["step_000001", "step_000002"]

@@ -162,7 +162,7 @@ def test_one_that_the_disk_refuses_in_the_step_of_ctrl_c_ends_with_2(
             patch.setattr(Checkpointer, "collect", joined)
         assert folder.train("one", {"checkpoint.every": 3}) == 2
     said = one_line(capsys.readouterr().err)
-    assert "step_000006: No space left on device; go on with: lockstep train --resume" in said
+    assert "step_000006: No space left on device; continue with: lockstep train --resume" in said
     assert steps_kept(folder, "one") == [3]
 
 

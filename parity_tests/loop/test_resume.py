@@ -38,7 +38,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_run_goes_on(
     assert code == 130
     assert "finishing this step, then writing a checkpoint" in error
     assert "Traceback" not in error
-    assert f"go on with: lockstep train --resume {folder.path / 'stopped'}" in out
+    assert f"continue with: lockstep train --resume {folder.path / 'stopped'}" in out
     done = len(folder.records("stopped"))
     last = folder.run("stopped").latest_checkpoint()
     assert 3 <= done < STEPS

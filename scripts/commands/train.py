@@ -254,7 +254,7 @@ def _train(
         run.note_stop(ending, {"alarmed": "a check disagreed"}.get(ending, ""))
     stack.close()
     if ending == "interrupted":
-        tell(console, f"stopped; go on with: lockstep train --resume {quoted(run.path)}")
+        tell(console, f"stopped; continue with: lockstep train --resume {quoted(run.path)}")
         return 130
     if ending == "alarmed":
         return 1
@@ -481,7 +481,7 @@ def _told_how_to_go_on(run: RunDir) -> Iterator[None]:
     except UserError as error:
         if run.latest_checkpoint() is None:
             raise
-        raise UserError(f"{error}; go on with: lockstep train --resume {quoted(run.path)}") from error
+        raise UserError(f"{error}; continue with: lockstep train --resume {quoted(run.path)}") from error
 
 
 @contextmanager
