@@ -32,7 +32,7 @@ class Journal:
     def __init__(self, folder: Path, varied: Sequence[Varied], identity: str) -> None:
         """Open the journal of a folder, or make it. Raises UserError if it is not what Optuna wrote.
 
-        identity: of the sweep; a journal in which a study has another one is refused.
+        identity: the digest of the sweep's plan; a journal with another one is refused.
         """
         self.path, self._varied, self._identity = folder / JOURNAL, varied, identity
         self._studies: dict[str, Study] = {}

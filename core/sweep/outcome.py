@@ -58,10 +58,10 @@ class Outcome:
 def read_outcome(run: Path, rule: Rule, failure: str = "", varied: Mapping[str, Any] | None = None) -> Outcome:
     """Read what came of a trial so far.
 
-    failure: why its process ended without finishing, empty if it did not, or may go on. varied: the
-    values of the settings that the trial was made with; a run with others, such as one that was resumed by hand with
-    another learning rate, has failed as this trial. A trial that is neither finished nor given up is `waiting` or
-    `running`.
+    failure: why its process ended without finishing, empty if it did not, or may go on.
+    varied: the values of the trial's varied settings. A run with others, such as one that was resumed by hand with
+    another learning rate, has failed as this trial.
+    A trial that is neither finished nor given up is `waiting` or `running`.
     """
     if not is_run(run):
         return Outcome(FAILED, why=failure) if failure else Outcome(WAITING)
@@ -75,9 +75,9 @@ def read_outcome(run: Path, rule: Rule, failure: str = "", varied: Mapping[str, 
 
 
 def _other_settings(run: RunConfig, due: Mapping[str, Any]) -> str:
-    """Return in words which varied settings of a run are not those of its trial; empty if all are.
+    """Describe the varied settings of a run that are not those of its trial; empty if all are.
 
-    A run has settled what is `auto`.
+    A setting of `auto` is not compared, because a run records its choice instead.
     """
     there = settings_of(run)
     differ = [key for key in due if due[key] != _AUTO and there.get(key) != due[key]]

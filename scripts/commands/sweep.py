@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep.core.sweep.sweep import Sweep, Trial
 
 SWEEPS = Path("sweeps")
-# Processes, GPUs or threads that one machine can have: more is a slip of the hand.
+# The most processes, GPUs or threads of one machine: a larger number is a typing error.
 _MOST_OF_A_MACHINE = 1024
 
 
@@ -166,7 +166,7 @@ def _plan(options: SweepOptions, given: Mapping[str, str]) -> tuple[Plan, Path]:
 
 
 def _check_places(folder: Path) -> None:
-    """Raise UserError if something else stands where the sweep writes: it would end there after hours of work."""
+    """Raise UserError if a file or folder is in the way of the sweep's output, which would end it after its trials."""
     from lockstep.core.sweep.page import PAGE
     from lockstep.core.sweep.results import RESULTS
     from lockstep.core.sweep.sweep import LOGS, TRIALS
@@ -194,9 +194,9 @@ def _check_backend(name: str) -> None:
 
 
 def _check_gpus(options: SweepOptions) -> None:
-    """Raise UserError if this machine has fewer GPUs than its trials need: they would train on the CPU, or fail.
+    """Raise UserError if this machine has fewer GPUs than the trials need, which would train on the CPU or fail.
 
-    A Ray knows the GPUs of its machines, and is asked by its engine.
+    With Ray, the engine reads the GPUs of the cluster.
     """
     if not options.gpus or options.engine != "local":
         return
