@@ -26,9 +26,14 @@ def page(results: dict[str, Any]) -> str:
         "# Preparing data at scale",
         "",
         f"Measured by `python -m lockstep.scripts.studies.prepare`; made from [prepare.json](prepare.json) by the same "
-        f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. Other programs kept the cores busy "
-        "meanwhile, so seconds are more than those of a quiet machine; what is compared was measured in turns."
-        + (f" The machine's load as a part began: {load}." if load else ""),
+        f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. Contenders that are compared "
+        "took turns."
+        + (
+            f" The machine's load when a part began: {load}. A load above the number of cores means that other programs "
+            "ran beside the preparation, which makes seconds longer."
+            if load
+            else ""
+        ),
         "",
         "The text is made from Python's standard library: slices of 0.5 to 20 kB of its files, each with a line of its "
         "own, so that no two documents are equal. MB are 10⁶ bytes of text. Memory is that of all processes together "
