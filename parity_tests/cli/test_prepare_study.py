@@ -39,7 +39,7 @@ def test_the_page_says_what_was_measured():
     assert "| 100 MB | 1.0 s | 2.0 s | 4.0 s | 7.5 s | 25.00 | 3 | 2 | 300 MB | 2.5 |" in text
     assert "| plain text, one document | 100 MB | 2.0 s | 50 | 40 MB |" in text
     assert "50 bytes a document" in text
-    assert "as a part began: sizes 3." in text and "| 30 MB | Lockstep, 3 shards to train on | 10.0 | 3.00 |" in text
+    assert "when a part began: sizes 3." in text and "| 30 MB | Lockstep, 3 shards to train on | 10.0 | 3.00 |" in text
     assert "1.50× (1.50 to 1.50)" in text and "0.90×" in text
     assert "2 of 3 folders" in text and "2 were killed before their end" in text
     assert "Not measured yet: `--rows words`, `--rows sizes --sizes 500`." in text
