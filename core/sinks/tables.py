@@ -103,7 +103,7 @@ def losses_to_know(vocab_size: int, entropies: Mapping[str, float]) -> Table:
     nats = {"uniform guess": math.log(vocab_size), **entropies}
     return table(
         "Losses to compare with",
-        ("a model that knows", "loss (nats)", "perplexity"),
+        ("baseline", "loss (nats)", "perplexity"),
         [(name, round(value, 4), round(math.exp(value), 1)) for name, value in nats.items()],
     )
 
