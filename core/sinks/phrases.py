@@ -82,7 +82,7 @@ def check_line(check: Check) -> str:
     where = place_of(finding)
     if check.fitting:
         head += f" ({'agrees' if check.fitting.agrees else 'is nearer'} under {_settings(check.fitting.settings)})"
-    kind = "origin" if check.origin else "worst of " + _findings(check)
+    kind = "origin" if check.origin else "worst of " + _comparisons(check)
     if not finding.measures:
         return f"{head}; {kind}: {where}, nothing was compared"
     m = finding.worst
@@ -190,9 +190,9 @@ def time_left(seconds: Sequence[float], steps: int) -> str:
     return f"{duration(sorted(seconds)[len(seconds) // 2] * steps)} left"
 
 
-def _findings(check: Check) -> str:
+def _comparisons(check: Check) -> str:
     total = len(check.findings)
-    return f"{total} finding" + ("s" if total != 1 else "")
+    return f"{total} comparison" + ("s" if total != 1 else "")
 
 
 def _three(value: float) -> str:

@@ -89,7 +89,7 @@ def test_verdicts():
 
 def test_check_lines():
     assert phrases.check_line(check(7)) == (
-        "step 7: parity agreed; worst of 1 finding: "
+        "step 7: parity agreed; worst of 1 comparison: "
         "attn (forward, layer 1, at blocks.1.attn.out, from its own input), excess 1 (0.5 … 2)"
     )
     assert (
