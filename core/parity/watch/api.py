@@ -1,4 +1,4 @@
-"""`watch`: compare forward, backward and update of a user's training loop with a function of theirs; no `Backend`.
+"""`watch`: compare forward, backward and update of a user's training loop with a reference function.
 
     watcher = watch(model, optimizer, reference=reference(jax_loss), every=100)
     for batch in data:
@@ -9,8 +9,9 @@
             optimizer.step()
         optimizer.zero_grad()
 
-Tensors are read and copied, nothing is written: model, gradients, optimizer state and random numbers stay as they are.
-Outside of checked steps nothing happens but counting. docs/guide/watch.md is the page for users.
+Tensors are only read and copied: model, gradients, optimizer state and random numbers do not change. A step without a
+check is only counted, and the one before a check leaves digests of weights and optimizer state. User guide:
+docs/guide/watch.md.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ log = logging.getLogger("lockstep.watch")
 
 # Bytes of memory that a check takes. For each number of the model: weights and gradients after the backward pass,
 # clipped gradients, two moments before the update, weights and two moments after it. For each number of the largest
-# tensor: the same in FP64, with twin and truth of its update. Loss and gradients come later and take less.
+# tensor: the same in FP64, with twin and truth of its update. Loss and gradients are compared after the update's copies
+# are released, and take less.
 BYTES_A_NUMBER, BYTES_OF_LARGEST = 32, 128
-# Bytes that a rank which does not judge takes, for each number that it holds. Sharded tensors are copied until they are
+# Bytes that a rank other than rank 0 takes for each number that it holds. Copies of sharded tensors stay until they are
 # sent: weights and gradients, both again with two moments before the update, weights and two moments after it.
 BYTES_A_NUMBER_ELSEWHERE = 40
 
@@ -74,7 +76,7 @@ Declared = Mapping[str, Any] | Callable[[str, int], Mapping[str, Any]]
 
 
 class Disagreed(Exception):
-    """A check disagreed and `on_alarm="stop"` was asked for; `check` holds the findings."""
+    """Raised under `on_alarm="stop"` if a check disagrees. `check` holds the findings."""
 
     def __init__(self, check: WatchCheck) -> None:
         super().__init__(in_words(check))
@@ -102,28 +104,31 @@ def watch(
     """Watch `model` (any torch module) and `optimizer` (one, or a sequence of them); return the watcher.
 
     Args:
-        model: what `named_parameters()` names and `.grad` is read from.
-        optimizer: its groups' hyperparameters and its state are read around its step.
+        model: parameters are read from its `named_parameters()`, gradients from their `.grad`.
+        optimizer: hyperparameters and state are read right before and right after its step.
         reference: `lockstep.jax_backend.watch.reference(loss)`, any object with `truth` and `twin`, or a numpy callable
-            `(params, batch) -> (loss, gradients)` that computes in the dtype of its parameters.
-        every: check the first step and every step whose number is a multiple of this.
-        precision: the candidate's: `fp32`, `bf16` (autocast, or bf16 weights) or `fp64`. Default: its weights' dtype.
+        `(params, batch) -> (loss, gradients)` that computes in the dtype of its parameters.
+        every: check the first step, and each step whose number is a multiple of this.
+        precision: the model's precision: `fp32`, `bf16` (autocast, or bf16 weights) or `fp64`. Default: its weights'
+        dtype.
         names: the model's parameter name → the reference's, a mapping or a function. Default: the same names.
         clip_norm: the norm to which gradients are clipped, inside or before the block.
         declared: hyperparameters that the optimizer should have, or `(parameter name, step) -> hyperparameters`.
-        rule: `adamw`, `adam`, `sgd`, `muon`, `adafactor` or a function as in core/parity/watch/update_rules.py, for an
-            optimizer that is not a library's own. Several optimizers share it.
-        bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`, in place of the derived ones.
-        calibrate: the first so many checks only measure loss and gradients; their extremes with a margin become bounds.
-        on_alarm: a check that disagrees is logged, or raises `Disagreed` after the step, or is handed to a function.
-        start: steps done before the watcher's first, for a resumed run.
-        weights_change: the loop itself changes weights outside `optimizer.step()` (it normalizes or averages them).
-            Such changes are not judged then; else a check disagrees.
-        together: the ranks that train the model with this one, each with a watcher of its own, for one judgement of
-            all. Default: this rank judges alone.
+        rule: `adamw`, `adam`, `sgd`, `muon`, `adafactor`, or a function as in core/parity/watch/update_rules.py, for an
+        optimizer that no library defines. All optimizers use this rule.
+        bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`. They replace the derived
+        bounds.
+        calibrate: number of first checks that only measure loss and gradients. Bounds are their extremes with a margin.
+        on_alarm: action after a check that disagrees. `log` logs it, `stop` raises `Disagreed` after the step, and a
+        function is called with the check.
+        start: number of steps done before the first watched one, for a resumed run.
+        weights_change: True if the loop changes weights outside `optimizer.step()`, to normalize or average them. Such
+        changes are then not judged. By default they are faults.
+        together: the ranks that train the model with this one. Each has a watcher, and one judgement covers all.
+        Default: this rank judges alone.
 
-    Raises UserError for settings that cannot work. Later nothing is raised but Disagreed, where it was asked for: what
-    cannot be judged is logged, and listed in the verdict.
+    Raises UserError for invalid settings. During training only `Disagreed` is raised, under `on_alarm="stop"`. All that
+    cannot be judged is logged and listed in the verdict.
     """
     made: Any = reference
     if not (hasattr(reference, "truth") or isinstance(reference, StepReference)):
@@ -143,7 +148,7 @@ def watch(
 
 @dataclass(frozen=True)
 class Settings:
-    """The keyword arguments of `watch`."""
+    """Keyword arguments of `watch`. Raises UserError for invalid ones."""
 
     every: int
     precision: Precision | None
@@ -174,7 +179,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Failed:
-    """A step that could not even be read."""
+    """A step that could not be read."""
 
     number: int
     uncovered: Uncovered
@@ -211,14 +216,14 @@ class Watcher:
         self._reading = Reading(together)
         self._failed: Failed | None = None
         self._guard = Guard()
-        # A step, the digest of the moments after it, and of each weight at its end.
+        # Number of the last step, digest of the optimizer state after it, and digest of each weight at its end.
         self._last: tuple[int, str, Mapping[str, bytes]] | None = None
         self._judged = False  # whether any check judged gradients
         if isinstance(reference, ShowsStages):
             reference.attend(self._due)
 
     def _due(self) -> int | None:
-        """Return the number of the step that is being made; None if it is not checked."""
+        """Return the number of the current step; None if it is not checked."""
         number = self.steps + 1
         return number if self._is_checked(number) else None
 
@@ -230,7 +235,7 @@ class Watcher:
         """Outcome of all checks: `disagreed` if any did, `could_not` if gradients were never judged, else `agreed`."""
         if any(c.verdict == "disagreed" for c in self.checks):
             return "disagreed"
-        # Checks that only measured give no verdict, and do not change later ones.
+        # Calibrating checks give no verdict and do not change the one of later checks.
         return overall([c for c in self.checks if c.verdict != "could_not"]) if self._judged else "could_not"
 
     def to_json(self) -> dict[str, Any]:
@@ -243,7 +248,7 @@ class Watcher:
 
     @property
     def headline(self) -> str:
-        """The verdict in one line, with what was not judged: `agreed in 3 checks; update: not judged (…)`."""
+        """The verdict in one line, with all that was not judged: `agreed in 3 checks; update: not judged (…)`."""
         return headline(self.verdict, self.checks, self._own)
 
     def __str__(self) -> str:
@@ -255,17 +260,18 @@ class Watcher:
     def step(
         self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> Iterator[None]:
-        """Enclose clipping and `optimizer.step()`: after `backward`, before `zero_grad`.
+        """Enclose clipping and `optimizer.step()`, after `backward` and before `zero_grad`.
 
         Args:
-            batch: what the reference gets, with tensors as numpy arrays; under accumulation, all micro-batches.
-            loss: the loss whose gradients are in `.grad`, a tensor or a float; under accumulation, that of the step.
-                Around `optimizer.step(closure)`, the closure's own result takes its place.
-            outputs: values of the forward by the reference's names, if the reference gives any.
-            check: check this step, or don't, whatever its number.
+            batch: the reference's input, with numpy arrays in place of tensors. Under gradient accumulation, all
+            micro-batches.
+            loss: the loss whose gradients are in `.grad`, a tensor or a float. Under gradient accumulation, the loss of
+            the step. With `optimizer.step(closure)`, the closure's result replaces it.
+            outputs: other tensors of the forward pass by the reference's names, if the reference returns any.
+            check: True checks this step, False does not, and None decides by its number.
 
-        Raises nothing of its own but Disagreed, under `on_alarm="stop"`: what cannot be judged is logged and listed.
-        Errors inside the block pass through.
+        Raises only `Disagreed`, under `on_alarm="stop"`: what cannot be judged is logged and listed. Errors inside the
+        block pass through.
         """
         if self._inside:
             self._guard.tell("step", "watcher.step inside watcher.step: one block is one optimizer step")
@@ -285,7 +291,7 @@ class Watcher:
     def before_step(
         self, batch: Any, loss: Any = None, *, outputs: Mapping[str, Any] | None = None, check: bool | None = None
     ) -> None:
-        """Do the first half of `step`, for loops where a block does not fit."""
+        """Run the first half of `step`, for loops in which a `with` block is not possible. Arguments as in `step`."""
         self._drop()
         self.steps += 1
         if check is False or not (check or self._is_checked(self.steps)):
@@ -297,7 +303,10 @@ class Watcher:
             self._failed = None
 
     def _read(self, batch: Any, loss: Any, outputs: Mapping[str, Any], uncovered: Uncovered, started: float) -> None:
-        """Copy what the step starts from, and listen to its optimizers. Raises whatever cannot be read."""
+        """Copy the state at the beginning of the step and register hooks on the optimizers.
+
+        Raises UserError if that fails.
+        """
         if self._together is not None and self._together.apart:
             raise UserError(self._together.apart)
         if type(self._model).__name__ == "FullyShardedDataParallel":
@@ -341,16 +350,16 @@ class Watcher:
             listen(pending, i, optimizer, params, self._guard, reading.at)
 
     def _needed(self, sizes: Sequence[int]) -> int:
-        """Return bytes that a check takes on this rank."""
+        """Return the memory in bytes that a check needs on this rank. sizes: count of numbers in each parameter."""
         if self._together is None or self._together.rank == 0:
             return BYTES_A_NUMBER * sum(sizes) + BYTES_OF_LARGEST * max(sizes)
         return BYTES_A_NUMBER_ELSEWHERE * sum(sizes) // len(self._together.members)
 
     def in_closure(self, loss: Any = None) -> None:
-        """Read gradients now: inside the closure of `optimizer.step(closure)`, after its backward and before it clips.
+        """Read gradients inside the closure of `optimizer.step(closure)`, after its backward pass and before it clips.
 
         Args:
-            loss: as `step` takes it; the closure's own result is that of one micro-batch.
+            loss: as in `step`. The closure's own result is the loss of one micro-batch only.
         """
         if self._pending is None:
             return
@@ -360,7 +369,7 @@ class Watcher:
             self._pending.early = True
 
     def after_step(self) -> WatchCheck | None:
-        """Do the second half of `step`: judge what was read, where this step is checked.
+        """Run the second half of `step`: judge the step if it is checked. Returns the check, or None.
 
         Raises Disagreed under `on_alarm="stop"`.
         """
@@ -372,7 +381,7 @@ class Watcher:
         number, uncovered, started = of_step.number, of_step.uncovered, of_step.started
         pending = pending if failed is None else None
         findings, cause = list[Finding](), None
-        # Errors that no narrower guard caught: defects of Lockstep, which must not end a user's training.
+        # Errors that no narrower guard caught are defects of Lockstep. They must not end a user's training.
         if pending is not None:
             with self._guard.link(uncovered, "step"):
                 self._complete(pending, parameters_of(self._model))
@@ -394,7 +403,7 @@ class Watcher:
         return check
 
     def _complete(self, pending: Pending, params: Mapping[str, Any]) -> None:
-        """Read the state now where an optimizer did not step, and keep what the next step should start from."""
+        """Read the state of an optimizer that did not step, and keep digests for the next step."""
         unread = "update" in pending.uncovered.skipped
         for i, optimizer in enumerate(self._optimizers):
             hooked = hasattr(optimizer, "register_step_post_hook")
@@ -423,7 +432,7 @@ class Watcher:
             self._last = (pending.number, _digest([after for after in pending.after if after is not None]), ended)
 
     def _keep_for_the_next(self) -> None:
-        """Keep digests of what an unchecked step left, where the next one is to be checked."""
+        """Keep digests of weights and optimizer state after an unchecked step if the next step is checked."""
         self._last = None
         if not self._is_checked(self.steps + 1):
             return
@@ -436,7 +445,7 @@ class Watcher:
             self._last = (self.steps, _digest(left), ended)
 
     def _finish(self, pending: Pending, params: Mapping[str, Any]) -> Step:
-        """Join what was read into a step."""
+        """Combine all that was read into a `Step`."""
         before, after, fired, rules = list[Snapshot](), list[Snapshot](), list[int](), list[Rule | None]()
         kinds: list[str] = []
         for i, (first, last) in enumerate(zip(pending.before, pending.after, strict=True)):
@@ -454,14 +463,14 @@ class Watcher:
         )  # fmt: skip
 
     def _check(self, pending: Pending, findings: list[Finding]) -> str | None:
-        """Append the findings of a step, as far as they can be had. Returns the common cause of what broke."""
+        """Append the findings of a step to `findings`. Returns the common cause of broken gradients, or None."""
         guard, uncovered = self._guard, pending.uncovered
         params = parameters_of(self._model)
         step = self._finish(pending, params)
         findings += pending.between
         findings += pending.observed.findings if pending.observed else ()
         skipped = judge.skipped_by_scaler(step)
-        # The update comes first: its tensors are released before the reference takes memory.
+        # The update comes first, so that its tensors are released before the reference allocates memory.
         uncovered_late = Uncovered()
         late = self._update(step, pending, params, skipped, uncovered_late)
         for read in (step.before, step.after, pending.before, pending.after):
@@ -511,7 +520,7 @@ class Watcher:
     def _update(
         self, step: Step, pending: Pending, params: Mapping[str, Any], skipped: str, uncovered: Uncovered
     ) -> list[Finding]:
-        """Return the findings of what is around the update and of itself."""
+        """Return the findings of clipping, hyperparameters and the update."""
         guard, findings = self._guard, list[Finding]()
         with guard.link(uncovered, "update"):
             alone, strangers = outside(params, self._optimizers)
@@ -532,7 +541,10 @@ class Watcher:
         return findings
 
     def _calibrated(self, missing: Uncovered) -> list[Finding]:
-        """Count one measuring check in; it judges nothing, and so does not agree."""
+        """Count a calibrating check.
+
+        After the last one, set the bounds. Returns no findings, so the check does not agree.
+        """
         seen = self._judge.extremes
         seen.checks += 1
         missing.append(
@@ -543,7 +555,7 @@ class Watcher:
         return []
 
     def _answers(self, params: Arrays, batch: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Return truth and twin, with the model's names; under fp64 the truth is both."""
+        """Return truth and twin with the model's names; under fp64 both are the truth."""
         if isinstance(self.reference, StepReference):
             return self.reference.answers(params, batch, self.precision, uncovered)
         back = {theirs: name for name, theirs in self._renamed.items()}
@@ -567,7 +579,7 @@ class Watcher:
     def _between(
         self, params: Mapping[str, Any], weights: Arrays, read: Callable[..., np.ndarray]
     ) -> Iterator[Finding]:
-        """Compare weights and moments with those that the last step left, where digests of it were kept."""
+        """Compare weights and moments with the digests that the last step left, if there are any."""
         if self._last is not None and self._last[0] == self.steps - 1:
             if self._last[2]:
                 yield since_last_step(self._last[2], weights, self._dtypes)
@@ -587,7 +599,7 @@ class Watcher:
             log.log(logging.WARNING if here else logging.DEBUG, "%s", in_words(check))
 
     def _drop(self) -> None:
-        """Drop a step that is not finished, and stop listening."""
+        """Discard an unfinished step and remove its hooks."""
         self._failed = None
         if self._pending is not None:
             for handle in self._pending.handles:

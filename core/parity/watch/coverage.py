@@ -1,4 +1,4 @@
-"""Count the single operations of a step that were judged."""
+"""Count the operations of a step that were judged one by one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Coverage:
-    """A count of the operations that were judged.
+    """Counts of the judged operations.
 
-    now: in this check. so_far: by this check and those before it. of: that a step has, but for views, operations that
-    only make tensors, and random ones. ways: what gave the truth → how many of this check. seconds: of this part alone.
+    now: operations judged in this check.
+    so_far: operations judged in this check or an earlier one.
+    of: operations of a step, without views, random operations, and operations that only create tensors.
+    ways: source of the truth → number of operations of this check that were judged by it.
+    seconds: wall time of this part of the check.
     """
 
     now: int

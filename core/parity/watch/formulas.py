@@ -1,4 +1,4 @@
-"""Formulas of another framework by the name of an ATen operation, which no backend may import from the other."""
+"""Formulas of another framework by the name of an ATen operation. The backends do not import each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 log = logging.getLogger("lockstep.watch")
 
-# A formula: arguments as in the operation's schema, with arrays for tensors; it returns an array, or None, for each
-# result.
+# A formula takes the arguments of the operation's schema, with arrays for tensors. It returns an array, or None, for
+# each result.
 Formula = Callable[..., Sequence[np.ndarray | None]]
 Loader = Callable[[], Mapping[str, Formula]]
 
@@ -18,13 +18,13 @@ _loaders: list[Loader] = []
 
 
 def offer(loader: Loader) -> None:
-    """Register formulas; `loader` is called when the first operation is judged."""
+    """Register a loader of formulas. `formulas` calls it."""
     if loader not in _loaders:
         _loaders.append(loader)
 
 
 def formulas() -> Mapping[str, Formula]:
-    """Return all formulas on offer; none of a framework that cannot be imported."""
+    """Return the formulas of all loaders. A loader whose framework cannot be imported is left out."""
     found: dict[str, Formula] = {}
     for loader in _loaders:
         try:

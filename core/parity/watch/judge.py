@@ -1,4 +1,4 @@
-"""The judgement of one step of a user's loop: gradients and loss end to end, clipping and update locally."""
+"""Judge one step of a user's loop: gradients and loss end to end, clipping and update locally."""
 
 from __future__ import annotations
 
@@ -23,25 +23,33 @@ from lockstep.core.parity.watch.snapshot import Answer, Snapshot
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.core.parity.watch.update_rules import EPSILON, EXACT, OF_SUMS, ROUNDINGS, Arithmetic, Rule
 
-# `p + Δ` is off by half an ulp of p on either side: allow this many ulp of ‖p‖/‖Δ‖.
+# `p + Δ` has an error of half an ulp of p. Allow this many ulp of ‖p‖/‖Δ‖.
 ULPS_OF_WEIGHTS = 4.0
-# An update by factored moments has three sums over a tensor: of the weights' norm, of the factors, and of its own norm.
+# An update by factored moments has three sums over a tensor: the norm of the weights, the factors, and its own norm.
 SUMS = 3
 LEAST_TWIN_ERROR_BF16 = 1e-5
 WORSE_TWIN = "the twin is worse than the candidate"
 NARROW = ("bfloat16", "float16")
-# Roundings between gradients and their coefficient, in the gradients' format: a tensor's norm, the norm of the norms,
-# and a quotient. Each is half a unit, which counts double in relative terms just above a power of two.
+# Roundings between gradients and their coefficient, in the format of the gradients: the norm of a tensor, the norm of
+# the norms, and a quotient. Each is half a unit. Just above a power of two, half a unit counts double in relative
+# terms.
 AS_NARROW = 3
 
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors and settings read of one step, by the model's names.
+    """Tensors and settings of one step, by the model's parameter names.
 
-    params, grads: before clipping. before, after: around each optimizer's own step. fired: how often each stepped.
-    loss: None if none was given. frozen: parameters without requires_grad. dtypes: of parameters. rules, kinds: the
-    rule and the name of the class of each optimizer.
+    number: number of the step, counted from 1.
+    loss: None if none was given.
+    outputs: other tensors of the forward pass, by the reference's names.
+    params: weights at the beginning of the block.
+    grads: gradients before clipping.
+    before, after: one snapshot an optimizer, right before and right after its step.
+    fired: number of steps of each optimizer inside the block.
+    frozen: names of parameters without `requires_grad`.
+    dtypes: name → dtype of the parameter.
+    rules, kinds: update rule and class name of each optimizer.
     """
 
     number: int
@@ -60,9 +68,10 @@ class Step:
 
 @dataclass
 class Judge:
-    """A judge of steps, which keeps the bounds and the measurements of the first checks.
+    """A judge of steps. It holds the bounds, and the measurements of calibrating checks.
 
-    limits: None while calibrating. own: the twin is the candidate's own program.
+    limits: None while calibrating.
+    own: the twin is the candidate's own program.
     """
 
     precision: Precision
@@ -72,15 +81,16 @@ class Judge:
 
     @property
     def stream(self) -> type[np.floating]:
-        """The dtype whose ulp is the floor of every ratio."""
+        """The dtype whose ulp is the lower limit of every denominator."""
         return np.float64 if self.precision == "fp64" else np.float32
 
     def forward_backward(
         self, step: Step, truth: Answer, twin: Answer, clip_norm: float | None, missing: Uncovered, left_out: set[str]
     ) -> Iterator[Finding]:
-        """Compare outputs, loss and every gradient not left out with the reference's, whose names are the model's.
+        """Compare outputs, loss and gradients with the reference's, which have the model's names.
 
-        Raises UserError for gradients of another shape, and a twin that does not round to the precision.
+        left_out: names of parameters whose gradients are not compared.
+        Raises UserError for gradients of another shape, and for a twin that does not round to the declared precision.
         """
         trainable = [name for name in step.params if name not in step.frozen]
         _check_shapes(step, truth, twin)
@@ -94,7 +104,7 @@ class Judge:
             missing.append(f"gradients of {len(step.frozen)} frozen parameters: {few(sorted(step.frozen))}")
         both = [name for name in trainable if name in truth.grads and name in twin.grads]
         t: Arrays = Widened({name: truth.grads[name] for name in both})
-        # The gradient of a narrow weight is itself narrow, whatever the reference's dtype.
+        # The gradient of a narrow weight has its dtype, even if the reference computed in a wider one.
         w: Arrays = Widened({name: twin.grads[name] for name in both}, step.dtypes)
         error = _relative(w, t)
         if self.precision == "bf16" and both and error < LEAST_TWIN_ERROR_BF16:
@@ -115,8 +125,8 @@ class Judge:
             )
             t, w = Widened(t, factor=own / _norm(t)), Widened(w, factor=own / _norm(w))
         held = self._by_itself(step, w) if self.own and self.limits is not None else self.limits
-        # Follow the backward pass, as far as the order of registration shows it: the first broken gradient is the
-        # origin.
+        # Follow the backward pass: the first broken gradient is the origin. The order in which parameters are
+        # registered stands for the order of the forward pass.
         better: list[str] = []
         for name in reversed(both):
             if name not in left_out:
@@ -126,14 +136,16 @@ class Judge:
             missing.append(f"{WORSE_TWIN}, which is nearer to the truth: {what}")
 
     def _by_itself(self, step: Step, w: Arrays) -> Limits | None:
-        """Return the least bounds, where the candidate made most gradients with the twin's bits; else the usual ones.
+        """Return narrower bounds if most gradients have the twin's bits, else the usual bounds.
 
-        The backward pass reaches the parameters that were registered first last. With their bits, all that came before
-        had the twin's bits as well, up to what rounds away, and a gradient that differs does so by itself.
+        The backward pass reaches last the parameters that were registered first. If their gradients have the twin's
+        bits, so have all earlier results, up to differences that rounding removes. A gradient that differs then differs
+        by an error of its own.
 
-        Its kernel may round elsewhere than the twin's (on a GPU, bf16 gradients of a table are summed in FP32; torch's
-        on the CPU, where the twin runs, sum them in bf16). So its error is compared with the twin's in size and along
-        the truth. Two errors of such sizes may point anywhere: they are at most the sum of both apart.
+        The candidate's kernel may round elsewhere than the twin's. For example, CUDA sums the bf16 gradient of an
+        embedding in FP32, and torch on the CPU, where the twin runs, sums it in bf16. So only the size of the error and
+        its component along the truth are compared with the twin's. Two independent errors may have opposite directions,
+        so the bound of their distance is the sum of both.
         """
         equal = [n for n in w if n in step.grads and np.array_equal(step.grads[n], w[n])]
         first = list(w)[:2]
@@ -228,10 +240,15 @@ class Judge:
 
 
 def loss_unit(truth: Answer, twin: Answer, t: Arrays, params: Arrays, error: float, stream: type[np.floating]) -> float:
-    """Return how far an honest loss may stray: first order in relative roundings of size `error` on its way.
+    """Return the unit of loss errors: the first-order effect of relative roundings of size `error`.
 
-    A relative change ε of every parameter, at random, moves the loss by ε·‖gradient·parameter‖; one of the last
-    operations, by ε·|loss|. Where terms cancel in the loss, the first counts; where parameters do little, the second.
+    A random relative change ε of every parameter changes the loss by ε·‖gradient·parameter‖. A relative change ε in one
+    of the last operations changes it by ε·|loss|. The first term matters where large terms cancel in the loss, the
+    second where the parameters have little effect.
+
+    t: gradients of the truth, float64.
+    error: the relative error of the twin's gradients.
+    stream: the dtype in which a loss is stored; the unit is at least 4 ulp of it.
     """
     through = math.sqrt(sum(float(np.sum(np.square(g * params[name]))) for name, g in t.items()))
     spacing = 4 * float(np.spacing(np.abs(stream(truth.loss))))
@@ -239,11 +256,11 @@ def loss_unit(truth: Answer, twin: Answer, t: Arrays, params: Arrays, error: flo
 
 
 def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
-    """Compare the optimizer's gradients with those of backward: the factor must be min(1, limit / (norm + 1e-6))."""
+    """Compare the optimizer's gradients with those of backward. The factor must be min(1, limit / (norm + 1e-6))."""
     stepped = {n: g for s in step.before for n, g in s.grads.items()}
     shared = [name for name in step.grads if name in stepped]
     changed = [n for n in shared if not np.array_equal(step.grads[n], stepped[n], equal_nan=True)]
-    # A tensor that no optimizer holds is not clipped.
+    # A gradient that no optimizer holds must not be scaled.
     changed += [n for s in step.before for n in s.groups if n in step.grads and n not in stepped]
     old, new = _norm({n: step.grads[n] for n in shared}), _norm({n: stepped[n] for n in shared})
     if clip_norm is None:
@@ -261,7 +278,7 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
 
 
 def skipped_by_scaler(step: Step) -> str:
-    """Explain why a step without an update is no fault: its gradients are not finite. Empty where that is not so."""
+    """Return the reason why a step without an update is correct: its gradients are not finite. Empty otherwise."""
     finite = all(np.isfinite(g).all() for g in step.grads.values())
     if finite or not step.fired or any(step.fired):
         return ""
@@ -269,9 +286,9 @@ def skipped_by_scaler(step: Step) -> str:
 
 
 def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
-    """Compare moments and update from the candidate's own gradients, state and hyperparameters, relative to the update.
+    """Compare moments and update with the rule's, applied to the candidate's own gradients, state and hyperparameters.
 
-    skipped: why the step was left out on purpose, or empty.
+    skipped: the reason why this step has no update, or empty. Errors are relative to the update.
     """
     if skipped:
         missing.skip("update", skipped)
@@ -330,7 +347,12 @@ def _updated(
 def _local(
     stage: str, tap: str, band: str, d: Distances, x: np.ndarray, dtype: str, of_weights: float, note: str = ""
 ) -> Finding:
-    """Compare a moment or an update with its bounds. of_weights: the share of an error that rounds the weights."""
+    """Compare a moment or an update with its bounds.
+
+    band: the kind of its calibrated bounds, or OF_SUMS.
+    x: a tensor of its shape.
+    of_weights: the relative error that the rounding of the weights adds.
+    """
     if dtype == "float64":
         basis = f"FP64: {calibrated_bounds.FP64_LIMIT:.0e}, and {ULPS_OF_WEIGHTS:g} ulp of the weights for an update"
         most = calibrated_bounds.FP64_LIMIT + of_weights
@@ -351,7 +373,7 @@ def _local(
 def exact(
     stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str = "backward"
 ) -> Finding:
-    """Build the finding of a comparison in which nothing may differ."""
+    """Build the finding of a comparison in which nothing may differ. mismatches: how many of `size` items differ."""
     found = (Measure("mismatches", float(mismatches), None, 0.0, basis),)
     return Finding(
         stage=stage, tap=tap, phase=phase, layer=layer_in(tap), scope="local", measures=found, size=size, note=note
@@ -359,12 +381,12 @@ def exact(
 
 
 def layer_in(name: str) -> int | None:
-    """Return the first number among a name's dotted parts: the block, in the names of most models."""
+    """Return the first number among the dotted parts of a name, which is the block in most models; None without one."""
     return next((int(part) for part in name.rpartition("/")[2].split(".") if part.isdecimal()), None)
 
 
 def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: Precision) -> str | None:
-    """Name a common cause of the broken gradients, if there is one: a factor, or a narrower format."""
+    """Name a common cause of the broken gradients, if there is one: a factor or a narrower format."""
     broken = [f.tap for f in findings if f.stage == "gradients" and not f.ok and f.tap in step.grads]
     lengths, cosines, along = [], [], []
     for name in broken:
@@ -391,14 +413,14 @@ def cause_of(step: Step, truth: Answer, findings: Sequence[Finding], precision: 
 
 
 def _of_a_scaler(factor: float) -> str:
-    """Explain a factor near a power of two from 2^4 on: a GradScaler's scale, to the rounding of FP16. Else empty."""
+    """Name a GradScaler if a factor is a power of two from 2^4 on, to the rounding of FP16. Empty otherwise."""
     power = round(math.log2(factor))
     if power < 4 or abs(factor / 2.0**power - 1) > 2.0**-8:
         return ""
     return f", near 2^{power}: under a GradScaler call scaler.unscale_(optimizer) before the block"
 
 
-# The last bits of an FP32 mantissa that are zero where a number came from a narrower format, and the cause to name.
+# Number of trailing zero bits in the FP32 mantissas of numbers from a narrower format, and the cause to name.
 PRODUCTS = (
     (16, "numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"),
     (13, "numbers of FP16 alone, as its products give: `watch` has no twin for FP16 autocast; bf16 has one"),
@@ -406,7 +428,10 @@ PRODUCTS = (
 
 
 def is_narrow(gradient: np.ndarray, zeros: int) -> bool:
-    """Return whether the last bits of all FP32 numbers are zero. By chance, 64 numbers are so once in 2^832 times."""
+    """Return whether the last `zeros` bits of all FP32 numbers are zero.
+
+    By chance, 64 numbers have this once in 2^832.
+    """
     numbers = gradient[gradient != 0]
     if gradient.dtype != np.float32 or numbers.size < 64:
         return False
@@ -414,9 +439,9 @@ def is_narrow(gradient: np.ndarray, zeros: int) -> bool:
 
 
 class Widened(Mapping[str, np.ndarray]):
-    """Arrays by name in FP64, times a factor, each widened when it is read, so that one at a time takes memory.
+    """A read-only mapping of arrays in FP64, times a factor. Each array is widened when it is read, to save memory.
 
-    dtypes: of the weights, to which gradients are rounded where that is narrow.
+    dtypes: name → dtype of the weights. Gradients of narrow weights are rounded to it first.
     """
 
     def __init__(self, arrays: Arrays, dtypes: Mapping[str, str] | None = None, factor: float = 1.0) -> None:
@@ -435,7 +460,7 @@ class Widened(Mapping[str, np.ndarray]):
 
 
 def _as_kept(gradient: np.ndarray, dtype: str) -> np.ndarray:
-    """Round a gradient as `.grad` holds it, to the dtype of its weights."""
+    """Round a gradient to the dtype in which `.grad` holds it: that of its weights."""
     return ROUNDINGS[dtype](gradient) if dtype in NARROW else gradient
 
 
@@ -450,7 +475,7 @@ def _check_shapes(step: Step, truth: Answer, twin: Answer) -> None:
 
 
 def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
-    """Return whether the gradients, as read, already have the norm to which larger ones are clipped."""
+    """Return whether the gradients that were read already have the norm of the clipping limit."""
     slack = _norm_slack(step) + 1e-6 / clip_norm
     return _norm(t) > clip_norm * (1 + slack) and abs(_norm(step.grads) / clip_norm - 1) <= slack
 
@@ -458,10 +483,11 @@ def _clipped_before(step: Step, t: Arrays, clip_norm: float) -> bool:
 def _clip_finding(
     step: Step, clip_norm: float, due: float, new: float, apart: float, note: str = "", exactly: Arrays | None = None
 ) -> Finding:
-    """Build the finding of clipping: the norm is `new` where `due` is right.
+    """Build the finding of clipping.
 
-    apart: the tensors' distance from their common multiple, relative to the norm. exactly: the clipped gradients, which
-    confine the coefficient where they are narrow.
+    due, new: the correct norm after clipping, and the norm that was found.
+    apart: distance of the clipped gradients from a common multiple of the gradients, relative to their norm.
+    exactly: the clipped gradients. Where they are narrow, their bits bound the coefficient closely.
     """
     error, slack = abs(new / due - 1) if due else 0.0, _norm_slack(step)
     basis = "a norm summed in the gradients' precision, as in core/parity/measures/scalar_bounds.py"
@@ -491,14 +517,14 @@ def _clip_finding(
 
 
 def _narrow(step: Step) -> list[str]:
-    """List the formats narrower than FP32 among the gradients'."""
+    """Return the formats among the gradients' dtypes that are narrower than FP32."""
     return sorted({step.dtypes[name] for name in step.grads} & set(FORMATS))
 
 
 def _coefficient_slack(step: Step) -> float:
-    """Return the relative error that the ratio of clipped gradients to those before may have from any rounding.
+    """Return the relative error that rounding may cause in the norm of clipped gradients over the norm before.
 
-    Narrow gradients are rounded a few times, by half a unit each; the norm is one of FP32.
+    Narrow gradients are rounded a few times, by half a unit each. Their norm is in FP32.
     """
     if not _narrow(step):
         return _norm_slack(step)
@@ -506,9 +532,9 @@ def _coefficient_slack(step: Step) -> float:
 
 
 def _norm_slack(step: Step, eps: float | None = None) -> float:
-    """Return relative error that an honest norm of these gradients may have (core/parity/measures/scalar_bounds.py).
+    """Return the largest relative error of a correct norm of these gradients (core/parity/measures/scalar_bounds.py).
 
-    eps: of the format in which it is summed. Default: the widest unit among the gradients.
+    eps: unit of the format in which the norm is summed. Default: the widest unit among the gradients.
     """
     terms = max((g.size for g in step.grads.values()), default=1) + len(step.grads)
     chain = min(terms, scalar_bounds.LONGEST_RUN) / scalar_bounds.LANES
@@ -529,12 +555,15 @@ def _relative(w: Arrays, t: Arrays) -> float:
 
 
 def _squares(c: np.ndarray, k: float, t: np.ndarray) -> float:
-    """Sum (c − k·t)² in FP64, one tensor at a time: those of a large model together take as much memory as it does."""
+    """Sum (c − k·t)² in FP64.
+
+    One tensor is widened at a time, because all together take as much memory as the model.
+    """
     return float(np.square(c.astype(np.float64) - k * t.astype(np.float64)).sum())
 
 
 def few(names: Sequence[str]) -> str:
-    """Join the first five names; an ellipsis stands for the others."""
+    """Join the first five names with commas. An ellipsis stands for the others."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
@@ -543,14 +572,17 @@ def _list(what: str, names: Sequence[str]) -> str:
 
 
 def check_declared(declared: Any, optimizers: Sequence[Any]) -> None:
-    """Raise UserError for a declared hyperparameter that no optimizer has, as far as a mapping shows."""
+    """Raise UserError for a declared hyperparameter that no optimizer has.
+
+    A function as declaration is not checked here.
+    """
     known = {key for optimizer in optimizers for group in optimizer.param_groups for key in group}
     if isinstance(declared, Mapping) and (unknown := sorted(set(declared) - known)):
         raise UserError(f"declared= names {unknown[0]!r}, which is no hyperparameter of the optimizer")
 
 
 def hyperparameters(step: Step, declared: Any, missing: Uncovered) -> Iterator[Finding]:
-    """Compare the optimizer's groups with the user's declaration. Raises UserError for unknown ones."""
+    """Compare the optimizer's hyperparameters with the user's declaration. Raises UserError for an unknown name."""
     if declared is None:
         missing.append("hyperparameters: taken as they stand in the optimizer (declared= compares them)")
         return

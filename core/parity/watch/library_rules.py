@@ -1,8 +1,9 @@
-"""Muon, Adafactor and the 8-bit AdamW of torchao and bitsandbytes in numpy, rounding where the libraries round.
+"""Update rules of Muon, Adafactor, and the 8-bit AdamW of torchao and bitsandbytes, in numpy.
 
-Written as update_rules.py is: the same function is the truth under `EXACT`, which keeps moments in full and computes
-Newton–Schulz in FP64, and the twin under the arithmetic of the weights' dtype. Sources: torch/optim/_muon.py and
-_adafactor.py, torchao/optim/adam.py, quant_utils.py, and bitsandbytes/backends/cpu/ops.py.
+They round where the libraries round. As in update_rules.py, each function is both truth and twin. Under `EXACT` it is
+the truth: moments are not quantised, and Newton–Schulz runs in FP64. Under the arithmetic of the weights' dtype it is
+the twin. Sources: torch/optim/_muon.py and _adafactor.py, torchao/optim/adam.py and quant_utils.py, and
+bitsandbytes/backends/cpu/ops.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.core.parity.watch.update_rules import (
     sgd,
 )
 
-# bitsandbytes' CPU quantiser distinguishes this many equal parts of [−1, 1].
+# The quantiser of bitsandbytes on the CPU divides [−1, 1] into this many equal parts.
 PARTS = 65536
 
 bf16, fp32 = ROUNDINGS["bfloat16"], ROUNDINGS["float32"]
@@ -57,13 +58,13 @@ def muon(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
 
 
 def _lerp(start: np.ndarray, end: np.ndarray, weight: float, a: Arithmetic) -> np.ndarray:
-    """Return `torch.lerp`, which starts from the nearer end; the caller rounds it."""
+    """Return `torch.lerp` without its last rounding. The formula starts from the nearer end, as torch does."""
     between = a.compute(end - start)
     return start + a.scalar(weight) * between if weight < 0.5 else end - between * a.scalar(1 - weight)
 
 
 def _newton_schulz(x: np.ndarray, group: Mapping[str, Any], exact: bool) -> np.ndarray:
-    """Move singular values near 1. In bf16, a product and the sum that goes with it are one operation, rounded once."""
+    """Move singular values near 1. In bf16, a product and the sum with it are one operation, rounded once."""
     rounded: Callable[[np.ndarray], np.ndarray] = (lambda y: y) if exact else bf16
     a, b, c = map(float, group["ns_coefficients"])
     tall = x.shape[0] > x.shape[1]
@@ -113,9 +114,9 @@ def adafactor(
 def torchao_adamw(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """Return the update of torchao's 8-bit Adam or AdamW: FP32 arithmetic; moments in codes and scales by block.
+    """Return the update of torchao's 8-bit Adam or AdamW: FP32 arithmetic, moments in 8-bit codes with a scale a block.
 
-    The update uses the moments from before they went into codes. `is_adamw` and `block_size` stand in the group.
+    The update uses the moments before they are quantised. The group has `is_adamw` and `block_size`.
     """
     refuse_fp64(a, "torchao computes in FP32")
     s = a.scalar
@@ -141,7 +142,7 @@ def torchao_adamw(
 
 
 def _torchao_codes(x: np.ndarray, kind: str, group: Mapping[str, Any], a: Arithmetic) -> np.ndarray:
-    """Round a moment as codes and scales represent it: to the nearer neighbour on the map, at a tie the upper one."""
+    """Round a moment to the nearest number of its 8-bit code; a tie goes to the larger one."""
     if a is EXACT:
         return x
     levels = quantisation_map(kind == "exp_avg").astype(np.float64)
@@ -157,12 +158,12 @@ def _torchao_codes(x: np.ndarray, kind: str, group: Mapping[str, Any], a: Arithm
 def bitsandbytes_adamw(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """Return the update of bitsandbytes' AdamW on the CPU, moments in FP32, or in 8-bit codes if `in_codes`.
+    """Return the update of bitsandbytes' AdamW on the CPU, with moments in FP32, or in 8-bit codes if `in_codes`.
 
         m ← (1 − β₁)·g + β₁·m      v ← (1 − β₂)·g·g + β₂·v      p ← p·(1 − lr·λ)
         p ← p − lr/c₁·m / (√v/c₂ + ε), or with FP32 moments p ← p − lr·c₂/c₁·(m / (√v + ε·c₂))
 
-    c₁ = 1 − β₁ᵗ and c₂ = √(1 − β₂ᵗ) in FP64. Twin: jax_backend/kernels/bitsandbytes_adamw.py, with its sources.
+    c₁ = 1 − β₁ᵗ and c₂ = √(1 − β₂ᵗ) in FP64. Twin: jax_backend/kernels/bitsandbytes_adamw.py, which lists the sources.
     """
     refuse_fp64(a, "bitsandbytes computes in FP32")
     s = a.scalar
@@ -190,7 +191,7 @@ _BITSANDBYTES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 
 def _bitsandbytes_codes(x: np.ndarray, signed: bool) -> np.ndarray:
-    """Round a moment as the CPU's quantiser does: to the map's number nearest to one of 65,536 equal parts."""
+    """Round a moment as the CPU's quantiser does: to the map's number that is nearest to one of 65,536 equal parts."""
     flat = x.reshape(-1)
     blocks = np.pad(flat, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scale = np.abs(blocks).max(1, keepdims=True)
@@ -203,14 +204,14 @@ def _bitsandbytes_codes(x: np.ndarray, signed: bool) -> np.ndarray:
 
 @cache
 def _levels_of_parts(signed: bool) -> np.ndarray:
-    """Return (65536,) float64: the number on the map that is nearest to each part's place, in FP32's arithmetic."""
+    """Return the number of the map that is nearest to each part, with FP32 arithmetic: (65536,) float64."""
     levels, single = quantisation_map(signed), np.float32
     places = single(2) * np.arange(PARTS, dtype=single) / single(PARTS - 1) - single(1)
     return levels[np.searchsorted((levels[1:] + levels[:-1]) / single(2), places)].astype(np.float64)
 
 
 def _kinds(bounds: str, moments: Mapping[str, Any]) -> dict[str, str]:
-    """Map 8-bit moments and the update to their bounds; the largest second moment has those of the second moment."""
+    """Map 8-bit moments and the update to their kinds of bounds. `max_exp_avg_sq` has those of `exp_avg_sq`."""
     found = {kind: f"{bounds}/{kind.removeprefix('max_')}" for kind in moments}
     return {**found, "update": f"{bounds}/update"}
 
@@ -219,10 +220,10 @@ RULES: dict[str, Rule] = {"adamw": adamw, "adam": adam_l2, "sgd": sgd, "muon": m
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """Return the rule of an optimizer of torch, torchao or bitsandbytes that has one; None for others.
+    """Return the rule of an optimizer of torch, torchao or bitsandbytes; None for any other.
 
-    Subclasses have none, as they may differ. Nor have optimizers that a library computes elsewhere than its twin does:
-    bitsandbytes on CUDA, stochastic rounding.
+    Subclasses have no rule, because they may compute something else. bitsandbytes on CUDA and stochastic rounding have
+    none, because no twin computes as they do.
     """
     kind = type(optimizer)
     name = kind.__name__

@@ -13,19 +13,20 @@ from lockstep.core.parity.measures.distances import Distances
 from lockstep.core.parity.measures.scatter import scatter
 
 Precision = Literal["fp32", "bf16", "fp64"]
-# A loss is one number, so its error is a single draw, and a ratio of two draws has no largest value. Both errors are
-# therefore compared with a unit from the twin's gradients (`loss_unit`), which overstates the error of a mean over
-# many.
+# The error of a loss is a single random number, so the ratio of two such errors has no upper limit. Both errors are
+# therefore divided by a unit from the twin's gradients (`loss_unit`), which is an overestimate for the mean over many
+# tokens.
 LOSS_UNITS = 4.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on gradients and outputs of a large tensor, and why.
+    """Bounds on the gradients and outputs of a large tensor, and their basis in words.
 
-    excess, distance, gain: as lockstep.core.parity.measures.calibrated_bounds.Limits, for many numbers; few numbers
-    widen them by their scatter.
-    relative_error: the one bound under fp64. loss: in units of `loss_unit`.
+    excess, distance, gain: as in core/parity/measures/calibrated_bounds.py. A tensor of few numbers has wider ones, by
+    its scatter.
+    relative_error: the only bound under fp64.
+    loss: in units of `loss_unit`.
     """
 
     excess: float
@@ -37,10 +38,10 @@ class Limits:
 
     @classmethod
     def nearest(cls, precision: Precision) -> Limits:
-        """Return the widest bounds over the kinds of gradients that clean runs of Lockstep's own eager program set.
+        """Return the widest calibrated bounds of any gradient of Lockstep's own eager program.
 
-        A stranger's model is not calibrated. The twin is its owner's own function, so the measure is the same ratio of
-        two roundings of one function, by the same two libraries.
+        A user's model is not calibrated. Its measures are of the same type: the ratio of two rounding errors of one
+        function, computed by the same two libraries.
         """
         if precision == "fp64":
             basis = "FP64 has no truth above it"
@@ -51,14 +52,14 @@ class Limits:
             for k in calibrated_bounds.table()[recipe]
             if k.startswith("gradients/") and not calibrated_bounds.is_mean(k)
         ]
-        # For large tensors only, whose own scatter is negligible.
+        # Bounds for large tensors, whose own scatter is negligible.
         found = [calibrated_bounds.limits(recipe, kind, 2**60) for kind in kinds]
         basis = f"widest over the gradients of clean {recipe} runs of Lockstep's model, the nearest calibrated recipe"
         widest = {key: max(getattr(one, key) for one in found) for key in ("excess", "distance", "gain")}
         return cls(**widest, relative_error=math.inf, loss=LOSS_UNITS, basis=basis)
 
     def given(self, bounds: Mapping[str, float]) -> Limits:
-        """Return the same with the user's own bounds. Raises UserError for a name that is no bound."""
+        """Return a copy with the user's own bounds. Raises UserError for a name that is no bound."""
         known = {"excess", "distance", "gain", "relative_error", "loss"}
         if unknown := sorted(set(bounds) - known):
             raise UserError(f"bounds has no {unknown[0]!r}; it takes {', '.join(sorted(known))}")
@@ -68,7 +69,7 @@ class Limits:
 
 @dataclass
 class Extremes:
-    """The largest of each measure over the checks that only measure, in units of the bound's scatter."""
+    """The largest value of each measure over the calibrating checks, divided by the scatter of its tensor."""
 
     log_excess: float = 0.0
     distance: float = 0.0
@@ -78,7 +79,7 @@ class Extremes:
     checks: int = 0
 
     def see(self, d: Distances, size: int) -> None:
-        """Take one comparison of `size` independent numbers into account."""
+        """Update the extremes with one comparison of `size` independent numbers."""
         width = scatter(size)
         self.log_excess = max(self.log_excess, abs(math.log(d.excess)) / width)
         self.distance = max(self.distance, d.twin_distance / width)

@@ -1,8 +1,8 @@
-"""Read a step while it happens: right before the update, right after it, and after the backward pass of a closure.
+"""Read a step during its course: right before the update, right after it, and after the backward pass of a closure.
 
-torch calls an optimizer's pre-hooks before `step(closure)` calls the closure, in which forward and backward passes run
-(Lightning's automatic optimisation, LBFGS). The hook therefore puts a wrapper into the closure's place. The wrapper
-reads gradients and loss when the closure is done, which is when the optimizer begins.
+torch calls an optimizer's pre-hooks before `step(closure)` calls the closure. Forward and backward passes run inside
+the closure, for example in Lightning's automatic optimisation and with LBFGS. The hook therefore replaces the closure
+by a wrapper, which reads gradients and loss right after the closure returns and before the optimizer uses them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from lockstep.core.parity.watch.uncovered import Guard, Uncovered
 
 @dataclass
 class Pending:
-    """A step that is being checked: what was read so far.
+    """A step under check, with all that was read so far.
 
-    before, after: around each optimizer's own step; None where they could not be read. stale: parameters whose
-    gradients a closure made after another optimizer had moved the weights. early: gradients and loss were read inside
-    the closure, before it clips. layouts: of gradients that are cut over ranks (core/parity/watch/together.py).
-    observed: single operations, which are judged before the weights move.
+    before, after: a snapshot an optimizer, right before and right after its step; None if not read.
+    fired: number of steps of each optimizer.
+    between: findings about weights and moments between two steps.
+    started: value of the performance counter at the beginning, in seconds.
+    stale: parameters whose gradients a closure computed after another optimizer had changed the weights.
+    early: gradients and loss were read inside the closure, before it clips.
+    layouts: layouts of gradients that are sharded over ranks (core/parity/watch/together.py).
+    observed: findings of single operations, which are judged before the weights change.
     """
 
     number: int
@@ -51,7 +55,7 @@ class Pending:
 
 
 def alone(moment: str) -> Callable[..., np.ndarray]:
-    """Return how a single rank reads tensors, at any moment."""
+    """Return the function with which a single rank reads tensors. It is the same at each moment."""
     return plainly
 
 
@@ -59,11 +63,13 @@ def listen(
     pending: Pending, i: int, optimizer: Any, params: Mapping[str, Any], guard: Guard,
     at: Callable[[str], Callable[..., np.ndarray]] = alone,
 ) -> None:  # fmt: skip
-    """Copy what the update reads right before it, and what it wrote right after; clipping and schedules lie around.
+    """Register hooks that copy the optimizer's inputs right before its step and its results right after it.
 
-    at: moment of the step → the function that reads a tensor there (core/parity/watch/together.py).
+    Clipping and learning-rate schedules run outside of these two moments.
+    i: index of the optimizer.
+    at: moment of the step → the function that reads a tensor then (core/parity/watch/together.py).
     """
-    depth = 0  # a subclass's step may call its parent's, which is hooked too
+    depth = 0  # the step of a subclass may call its parent's, which has the hooks too
 
     def read() -> None:
         with guard.link(pending.uncovered, "update"):
@@ -72,7 +78,7 @@ def listen(
             share_equal(found.grads, pending.grads)
 
     def after_closure(result: Any) -> None:
-        """Read what the closure's backward pass left, before the optimizer uses it."""
+        """Read the gradients and the loss of the closure before the optimizer uses them."""
         with guard.link(pending.uncovered, "gradients"):
             if any(pending.fired):
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -112,7 +118,7 @@ def listen(
 
 
 def _once_then(closure: Callable[[], Any], then: Callable[[Any], None]) -> Callable[[], Any]:
-    """Wrap a closure so that `then` is called with its result when it is done for the first time."""
+    """Wrap a closure. After its first call, `then` is called with its result."""
     first = True
 
     def wrapped() -> Any:
@@ -127,7 +133,7 @@ def _once_then(closure: Callable[[], Any], then: Callable[[Any], None]) -> Calla
 
 
 def number_of(loss: Any) -> float | None:
-    """Return a loss as a number; None if it is none."""
+    """Return a loss as a Python float; None if it is not one number."""
     try:
         value = array_of(loss)
         return float(value.reshape(())) if value.size == 1 else None
@@ -136,7 +142,7 @@ def number_of(loss: Any) -> float | None:
 
 
 def loss_of(loss: Any) -> float | None:
-    """Return the loss that `step` was given; None if it was given none. Raises UserError for what is no number."""
+    """Return the loss given to `step` as a float, or None. Raises UserError if it is not one number."""
     if loss is None:
         return None
     value = array_of(loss)

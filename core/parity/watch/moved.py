@@ -1,6 +1,6 @@
-"""Find weights that something other than `optimizer.step()` changed: beside it in the block, or between two steps.
+"""Find weights that changed outside of `optimizer.step()`: elsewhere in the block, or between two steps.
 
-Neither loss, nor gradients, nor the update show it: each is judged from the weights of its own moment.
+Loss, gradients and update do not show such a change, because each is judged from the weights of its own moment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Read = Callable[[str], Any]
 
 
 def around_the_update(pending: Pending, now: Read) -> tuple[list[Finding], dict[str, bytes]]:
-    """Compare the weights at the block's begin and end with those around the optimizers' own steps.
+    """Compare the weights at both ends of the block with those right before and right after the optimizers' steps.
 
-    now: reads a weight by name at the block's end. Returns the findings, and a digest of each weight at the end. Where
-    two optimizers hold a weight, only its value at the end is compared.
+    now: function that reads a weight by name at the end of the block.
+    Returns the findings, and a digest of each weight at the end. If two optimizers hold a weight, only its value at the
+    end is compared.
     """
     holders = Counter(name for one in pending.before if one for name in one.params)
     begun = {n: w for one in pending.before if one for n, w in one.params.items() if holders[n] == 1}
@@ -48,9 +49,9 @@ def around_the_update(pending: Pending, now: Read) -> tuple[list[Finding], dict[
 
 
 def since_last_step(ended: Mapping[str, bytes], params: Mapping[str, Any], dtypes: Mapping[str, str]) -> Finding:
-    """Compare the weights at the block's begin with the digests of those at the end of the block before it.
+    """Compare the weights at the beginning of the block with digests from the end of the block before.
 
-    dtypes: of the weights as the model holds them.
+    dtypes: name → dtype of the weight in the model.
     """
     moved = [name for name, weight in params.items() if ended.get(name) != digest(weight)]
     narrow = [name for name in moved if dtypes[name] == "float32" and is_narrow(params[name])]
@@ -58,7 +59,12 @@ def since_last_step(ended: Mapping[str, bytes], params: Mapping[str, Any], dtype
 
 
 def finding(when: str, moved: list[str], narrow: list[str], count: int) -> Finding:
-    """Name the weights that moved; narrow: those of them that now hold numbers of bf16 alone."""
+    """Build the finding of weights that changed.
+
+    when: place in the step, for the finding's name.
+    narrow: the weights among `moved` that now hold only bf16 numbers.
+    count: number of weights compared.
+    """
     note = judge.few(moved) if moved else ""
     if narrow:
         note += "; numbers of bf16 alone are left" + ("" if len(narrow) == len(moved) else f" in {judge.few(narrow)}")
@@ -66,11 +72,11 @@ def finding(when: str, moved: list[str], narrow: list[str], count: int) -> Findi
 
 
 def is_narrow(weight: Any) -> bool:
-    """Return whether FP32 weights are all numbers of bf16; of weights that are cut over ranks, this rank's part."""
+    """Return whether all numbers of FP32 weights are exact in bf16. For sharded weights, this rank's part is read."""
     return judge.is_narrow(getattr(weight, "local", weight), 16)
 
 
 def digest(weight: Any) -> bytes:
-    """Return a digest of a weight's bits; of weights that are cut over ranks, of this rank's part."""
+    """Return a digest of a weight's bits. For sharded weights, this rank's part is read."""
     held: np.ndarray = getattr(weight, "local", weight)
     return hashlib.blake2b(np.ascontiguousarray(held).data, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The judgement of a step's single operations."""
+"""Findings of a step's single operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.core.parity.watch.uncovered import Uncovered
 
 @dataclass(frozen=True)
 class Observed:
-    """The findings of a step's operations: those that do not hold, and of each kind the one nearest to its bound."""
+    """The findings of a step's operations: all that break a bound, and for each kind the one nearest to its bound."""
 
     findings: Sequence[Finding]
     coverage: Coverage
@@ -23,8 +23,11 @@ class Observed:
 
 @runtime_checkable
 class Observer(Protocol):
-    """A reference that judges single operations as well, before the step updates the weights."""
+    """A reference that also judges single operations, before the step updates the weights."""
 
     def observe(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Observed | None:
-        """Judge operations of a step; None where that was not asked for. Raises UserError for what it cannot judge."""
+        """Judge operations of a step.
+
+        Returns None if this is switched off. Raises UserError for what cannot be judged.
+        """
         ...

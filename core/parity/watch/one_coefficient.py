@@ -1,7 +1,7 @@
-"""The coefficient by which narrow gradients were clipped, from their bits: far sharper than one unit of their format.
+"""Compute the coefficient by which narrow gradients were clipped from their bits, far more closely than one unit.
 
-A gradient g in bf16 or FP16 that is multiplied by c and rounded once became g' if, and only if, |g·c − g'| is at most
-half the spacing at g'. Each number confines c to an interval; all of them share the coefficient that was used.
+Let a gradient g in bf16 or FP16 be multiplied by c and rounded once, to g'. Then |g·c − g'| is at most half the spacing
+at g'. Each number so gives an interval for c, and c lies in the intersection of all intervals.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 
 from lockstep.core.backend import Arrays
 
-# Bits behind the leading one, and the exponent of the smallest normal number.
+# Format → stored bits of the mantissa, and the exponent of the smallest normal number.
 FORMATS = {"bfloat16": (7, -126), "float16": (10, -14)}
-# The product may first be rounded to FP32, and the coefficient may be a quotient: a few roundings of 2^-24.
+# The product may be rounded to FP32 first, and the coefficient may be a quotient: a few roundings of 2^-24.
 SLOP = 4 * 2.0**-24
 
 
 def coefficients(before: Arrays, after: Arrays, dtypes: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return the interval of coefficients c for which every gradient of bf16 or FP16 is `before`·c, rounded once.
+    """Return the interval of all c with which each bf16 or FP16 gradient in `after` is `before`·c, rounded once.
 
-    None if there is no such coefficient, or no number shows it. Numbers that became subnormal are left out.
+    Returns None if there is no such c, or if no number limits it. Numbers that became subnormal are left out.
     """
     low, high = 0.0, np.inf
     for name, array in before.items():
@@ -38,7 +38,7 @@ def coefficients(before: Arrays, after: Arrays, dtypes: Mapping[str, str]) -> tu
         old, new = np.abs(old), np.abs(new)
         fraction, exponent = np.frexp(new)
         above = np.ldexp(1.0, exponent - 1 - digits)
-        # Below a power of two, numbers are twice as dense.
+        # Below a power of two, the spacing is half as large.
         below = np.where(fraction == 0.5, above / 2, above)
         low = max(low, float(((new - below / 2) / old).max()))
         high = min(high, float(((new + above / 2) / old).min()))

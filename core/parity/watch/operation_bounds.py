@@ -1,25 +1,28 @@
 """Measures of one operation's result against its formula on the same inputs, and their bounds.
 
-With result c, truth t (the formula in FP64) and twin w (the formula in FP32, rounded to the dtype of c), the unit of
-each measure is the honest error: the twin's, floored by what no kernel can do without (`Sides.floor`)::
+Let c be the result, t the truth (the formula in FP64) and w the twin (the formula in FP32, rounded to the dtype of c).
+The unit of each measure is the honest error: the twin's error, or the error that no kernel can avoid (`Sides.floor`) if
+that is larger::
 
     rounding      ulp(t)²/12, the variance of one rounding to the dtype of c, and (2 ulp of FP32 · t)²
     summation     ρ²·(n/2)·(t² + κ²), the variance of n FP32 additions (core/parity/honest/measures.py)
 
     excess        ‖c − t‖ in honest errors
-    row, column   the largest ‖c − t‖ of a row, in honest errors of that row, or of the mean row where those are larger
+    row, column   the largest ‖c − t‖ of a row, in honest errors of that row, or of the mean row if those are larger
     gain          ⟨c − w, t⟩ / ⟨t, t⟩; without a twin, ⟨c − t, t⟩ / ⟨t, t⟩
-    unequal       numbers in which c and w differ, of operations that compute in FP32 and round each number once
+    unequal       count of c ≠ w, for operations that compute in FP32 and round each number once
 
 A kernel may round at ROUNDINGS places where the formula rounds at one, so its error may be ROOM times as large. The
-norm of m independent normal errors of unit variance is below √m + √(2·ln(1/p)) but with probability p (Laurent and
-Massart 2000, lemma 1), so of R rows the largest is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE is for the thousands
-of comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. A result that breaks a
-bound is judged again with κ, and with twins on inputs beside the given ones: no norm is accused on one draw.
+norm of m independent normal errors of unit variance exceeds √m + √(2·ln(1/p)) with a probability of at most p (Laurent
+and Massart 2000, lemma 1). So the largest of R rows is within 1 + √(2·ln(R/RARE)/m) of its unit. RARE allows for the
+thousands of comparisons of a check. κ, the response to relative changes of the inputs, is zero at first. A result that
+breaks a bound is judged again with κ, and with twins on inputs near the given ones, so that no alarm rests on one
+random draw.
 
-Two computations in FP32, each off by e, round to different neighbours with a probability of at most 2·ROOM·e / ulp(t).
-With λ the sum of these over all numbers, k differ, k ≤ λ + √(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). So a fault
-below the rounding of bf16, as GELU by tanh is, is seen in the bits.
+Two computations in FP32 with an error e each round to different neighbours with a probability of at most 2·ROOM·e /
+ulp(t). Let λ be the sum of these probabilities over all numbers. Then the count k of differences satisfies k ≤ λ +
+√(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). This detects faults that are smaller than a rounding of bf16, such as
+GELU by tanh.
 """
 
 from __future__ import annotations
@@ -38,17 +41,20 @@ from lockstep.core.parity.measures.distances import FLOOR_ULPS
 from lockstep.core.parity.measures.verdict import Measure
 
 RARE = 1e-9
-# Number of draws near the given inputs, and their relative change: coarse enough to change numbers of bf16.
+# Number of random inputs near the given ones, and their relative change. The change is large enough to alter bf16
+# numbers.
 DRAWS, BESIDE = 4, 2.0**-10
 
 
 @dataclass(frozen=True)
 class Sides:
-    """A result of an operation, by candidate, truths and twins.
+    """The result of an operation on three sides: candidate, truths and twins.
 
-    candidate: float64, as computed in `dtype`. truths: of the given inputs, and of draws beside them. twins: of the
-    same draws; empty where there is no twin. terms: numbers that are summed into one. resolution: an absolute error
-    that makes nothing worse, of a statistic that another operation reads.
+    candidate: float64 array of numbers that were computed in `dtype`.
+    truths: the formula in FP64 at the given inputs, then at random inputs near them.
+    twins: the formula in the candidate's arithmetic at the same inputs; empty if there is none.
+    terms: how many numbers are summed into one.
+    resolution: absolute error without effect, for a statistic that only another operation reads.
     """
 
     candidate: np.ndarray
@@ -66,24 +72,27 @@ class Sides:
         object.__setattr__(self, "finite", kept)
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """Return numbers as a table, zero where a truth is not finite."""
+        """Return numbers as a table (rows, columns), with zero where a truth is not finite."""
         return np.where(self.finite, x, 0.0).reshape(table_of(x.shape))
 
     @cached_property
     def floor(self) -> np.ndarray:
-        """The variance that a kernel cannot do without, by element."""
+        """The variance that no kernel can avoid, by element: (rows, columns) float64."""
         t = self.of(self.truths[0])
         one = np.square(spacing(t, self.dtype)) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
         moved = [np.square((self.of(x) - t) / BESIDE) for x in self.truths[1:]]
         response = sum(moved, np.zeros_like(t)) / max(len(moved), 1)
         if t.size < len(moved) ** 3:
-            # With few numbers, the mean of the squares may be near zero by chance; the largest seldom is.
+            # The mean square of a few draws may be near zero by chance. Their maximum seldom is.
             response = np.max(moved, axis=0) if moved else response
         return self.resolution**2 + one + (ROUNDING * EPS["float32"]) ** 2 * self.terms / 2 * (np.square(t) + response)
 
 
 def not_finite(sides: Sides) -> int:
-    """Count numbers that are not finite on one side alone, or not the same; overflow of the dtype is the twin's too."""
+    """Count numbers that are not finite on one side only, or differ.
+
+    Overflow of the dtype is expected where the twin has it.
+    """
     c, t = sides.candidate, (sides.twins or sides.truths)[0]
     with np.errstate(invalid="ignore"):
         same = (c == t) | (np.isnan(c) & np.isnan(t))
@@ -93,8 +102,8 @@ def not_finite(sides: Sides) -> int:
 def measured(sides: Sides, length: bool = True) -> tuple[Measure, ...]:
     """Measure a result of at least one number.
 
-    length: judge its gain too. A kernel that rounds a statistic once a channel makes a channel longer as a whole, so it
-    is judged only where the twin rounds as the kernel does.
+    length: measure the gain too. A kernel that rounds a statistic once a channel changes the length of the whole
+    channel, so its gain is measured only if the twin rounds as the kernel does.
     """
     c, t = sides.of(sides.candidate), sides.of(sides.truths[0])
     bad = not_finite(sides)
@@ -130,7 +139,7 @@ def _norm(name: str, value: float, of: int, numbers: int, basis: str) -> Measure
 
 
 def _in_fp64(sides: Sides, c: np.ndarray, t: np.ndarray) -> Measure:
-    """Compare two computations in FP64, relative to the truth and to its response where terms cancel."""
+    """Compare two computations in FP64, relative to the truth, or to its response to inputs if terms cancel."""
     power = float(np.square(t).sum())
     for moved in sides.truths[1:]:
         power = max(power, float(np.square((sides.of(moved) - t) / BESIDE).sum()))
@@ -140,7 +149,10 @@ def _in_fp64(sides: Sides, c: np.ndarray, t: np.ndarray) -> Measure:
 
 
 def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dtype: str) -> Measure:
-    """Count numbers unlike the twin's against those that lie at a tie. before: the twin in FP32, not yet rounded."""
+    """Count differences from the twin; the bound is the number of ties to expect.
+
+    c, w: candidate and twin in `dtype`. before: the twin in FP32, not yet rounded. t: the truth.
+    """
     kept = np.isfinite(before) & np.isfinite(t) & (t != 0)
     c, w, before, t = (x[kept] for x in (c, w, before, t))
     off = np.abs(before - t) + FLOOR_ULPS * EPS["float32"] * np.abs(t)
@@ -152,6 +164,6 @@ def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dty
 
 
 def exact(candidate: np.ndarray, due: np.ndarray) -> Measure:
-    """Count the numbers that differ, where numbers are only moved, or rounded once."""
+    """Count the numbers that differ, for an operation that only moves numbers or rounds each once."""
     same = (candidate == due) | ((candidate != candidate) & (due != due))
     return Measure("mismatches", float(np.count_nonzero(~same)), None, 0.0, "numbers are moved, or rounded once: equal")

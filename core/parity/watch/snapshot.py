@@ -1,4 +1,4 @@
-"""Copy a user's model and optimizer for `watch`, as numpy arrays; no framework is imported."""
+"""Copy a user's model and optimizer as numpy arrays, for `watch`. No framework is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.parity.watch.fused_kernels import adam_in_fp32
 from lockstep.core.parity.watch.uncovered import Uncovered
 from lockstep.core.parity.watch.update_rules import IN_FP32
 
-# Attributes of an optimizer outside its groups that its rule reads.
+# Attributes that an update rule reads from the optimizer itself and not from its groups.
 OF_OPTIMIZER = ("is_adamw", "block_size")
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -25,7 +25,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Answer:
-    """A reference's answer: the scalar loss, its gradient by parameter, other tensors of the forward by name."""
+    """A reference's result: the loss, its gradient by parameter, and other tensors of the forward pass by name."""
 
     loss: float
     grads: Arrays
@@ -33,55 +33,59 @@ class Answer:
 
 
 class Reference(Protocol):
-    """A reference in two precisions. `params` by the reference's names; `batch` with numpy arrays for tensors."""
+    """A reference in two precisions.
+
+    `params` has the reference's names. `batch` has numpy arrays in place of tensors.
+    """
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
         """Compute loss and gradients in FP64, from float64 parameters."""
         ...
 
     def twin(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """Compute loss and gradients with the candidate's roundings, from float32 parameters; not called under FP64."""
+        """Compute loss and gradients with the candidate's roundings, from float32 parameters. Not called under fp64."""
         ...
 
 
 @runtime_checkable
 class StepReference(Protocol):
-    """A reference that takes a step as it is: `params` by the model's own names, in FP32 or wider, the batch untouched.
+    """A reference that takes the step unchanged.
 
-    own: the reference is the model itself, so that the twin is the candidate's own program.
+    `params` has the model's own names, in FP32 or wider. `batch` is passed on as it is.
+    own: the reference is the model itself, so the twin is the candidate's own program.
     """
 
     own: bool
 
     def answers(self, params: Arrays, batch: Any, precision: Any, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Return truth and twin; under fp64 the truth is both. Raises UserError for what cannot be judged."""
+        """Return truth and twin; under fp64 both are the truth. Raises UserError for what cannot be judged."""
         ...
 
 
 @runtime_checkable
 class ShowsStages(Protocol):
-    """A reference that also judges the stages of the model, each from what the candidate itself gave it."""
+    """A reference that also judges each stage of the model, from the candidate's own input to that stage."""
 
     def attend(self, due: Callable[[], int | None]) -> None:
-        """Start to record the forward passes of those steps that will be checked.
+        """Start to record the forward passes of the steps that will be checked.
 
-        due: gives the number of the step that is being made, None where it is not to be checked.
+        due: returns the number of the current step, or None if it will not be checked.
         """
         ...
 
     def stages(self, number: int, params: Arrays, precision: Any, uncovered: Uncovered) -> Sequence[Finding]:
-        """Judge what was recorded of a step. Raises UserError for what cannot be judged, with the reason."""
+        """Judge the recorded stages of a step. Raises UserError with the reason if they cannot be judged."""
         ...
 
 
 @dataclass(frozen=True)
 class FromCallable:
-    """A reference from `(params, batch) -> (loss, grads)` in numpy, which computes in the dtype that it is given."""
+    """A reference from a numpy function `(params, batch) -> (loss, grads)`, which computes in its parameters' dtype."""
 
     function: Callable[[dict[str, np.ndarray], Any], tuple[float, Arrays]]
 
     def truth(self, params: Mapping[str, np.ndarray], batch: Any) -> Answer:
-        """Evaluate the function at float64 parameters. Raises UserError unless it answers in float64."""
+        """Evaluate the function at float64 parameters. Raises UserError unless its gradients are float64."""
         answer = self.twin(params, batch)
         if narrow := sorted(name for name, g in answer.grads.items() if g.dtype != np.float64):
             raise UserError(
@@ -97,9 +101,10 @@ class FromCallable:
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """Copy a tensor's values; dtypes that numpy lacks (bfloat16) become float32, which holds them exactly.
+    """Copy a tensor's values.
 
-    A tensor that is cut over ranks (DTensor) is gathered, which is a collective call.
+    Dtypes that numpy lacks (bfloat16, 8-bit floats) become float32, which represents them exactly.
+    A sharded tensor (DTensor) is gathered first, which is a collective call.
     """
     if not hasattr(tensor, "detach"):
         return np.array(tensor)
@@ -114,7 +119,7 @@ def array_of(tensor: Any) -> np.ndarray:
 
 
 def _in_codes(tensor: Any) -> bool:
-    """Return whether a tensor is of a library's own class that stands for numbers in codes, as torchao's are."""
+    """Return whether a tensor's class is that of a library which stores numbers as codes, such as torchao."""
     libraries = [kind for kind in type(tensor).__mro__ if kind.__module__.partition(".")[0] != "torch"]
     return any("dequantize" in vars(kind) for kind in libraries)
 
@@ -125,7 +130,7 @@ def dtype_of(tensor: Any) -> str:
 
 
 def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
-    """Copy a nest of mappings, lists and tuples with its tensors as arrays, floating ones in `dtype`."""
+    """Copy nested mappings, lists and tuples. Tensors become arrays, and floating-point ones get the dtype `dtype`."""
     if isinstance(batch, Mapping) or hasattr(batch, "items"):
         return {key: batch_as(value, dtype) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -139,9 +144,9 @@ def batch_as(batch: Any, dtype: type[np.floating]) -> Any:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that steps, behind the wrappers of accelerate and Lightning.
+    """Return the innermost optimizer inside the wrappers of accelerate and Lightning.
 
-    A wrapper's own hooks do not fire: it passes `step` on.
+    Hooks of a wrapper are not called, because its `step` calls the inner optimizer's.
     """
     while hasattr(optimizer, "optimizer") and hasattr(optimizer.optimizer, "param_groups"):
         optimizer = optimizer.optimizer
@@ -149,14 +154,14 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that torch.compile adds."""
+    """Return a parameter's name without the prefixes of torch.compile."""
     return name.replace("_orig_mod.", "")
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
-    """Return the model's parameters by name, each once, without DistributedDataParallel's and torch.compile's prefixes.
+    """Return the model's parameters by name, each once.
 
-    Raises UserError if there are none.
+    Prefixes of DistributedDataParallel, DataParallel and torch.compile are removed. Raises UserError if there are none.
     """
     found = {plain_name(name): p for name, p in model.named_parameters()}
     while type(model).__name__ == "OptimizedModule":
@@ -169,7 +174,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
 
 
 def renamed(names: Names, own: Sequence[str]) -> dict[str, str]:
-    """Map the model's names to the reference's. Raises UserError for a name that the model lacks, or two in one."""
+    """Map the model's names to the reference's. Raises UserError for an unknown name, or for two that map to one."""
     if isinstance(names, Mapping):
         if unknown := sorted(set(names) - set(own)):
             raise UserError(
@@ -186,10 +191,12 @@ def renamed(names: Names, own: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters, gradients and optimizer state at one moment, by the model's names; copies.
+    """Copies of parameters, gradients and optimizer state at one moment, by the model's names.
 
-    moments: kind → name → array, for every state entry of its parameter's shape. steps: name → the optimizer's count.
-    groups: name → hyperparameters of its optimizer group. coded: names whose state is kept in 8-bit codes.
+    moments: kind → name → array, for each array of the optimizer's state but its quantisation tables.
+    steps: name → the optimizer's step count.
+    groups: name → hyperparameters of its optimizer group.
+    coded: names whose optimizer state is stored as 8-bit codes.
     """
 
     params: dict[str, np.ndarray]
@@ -201,7 +208,7 @@ class Snapshot:
 
 
 def plainly(kind: str, name: str, tensor: Any, make: Callable[[Any], np.ndarray] = array_of) -> np.ndarray:
-    """Read a tensor as one rank does that is alone. kind: `weights`, `gradients` or a kind of moment."""
+    """Read a tensor on a single rank. kind: `weights`, `gradients` or a kind of moment."""
     return make(tensor)
 
 
@@ -216,7 +223,7 @@ def snapshot(
     read: Callable[..., np.ndarray] = plainly,
     gradients: bool = True,
 ) -> Snapshot:
-    """Copy everything that an update by these optimizers reads or writes. gradients: or only what it writes."""
+    """Copy all that these optimizers read or write in an update. gradients: copy the gradients too."""
     moments: dict[str, dict[str, np.ndarray]] = {}
     steps: dict[str, float] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -254,13 +261,13 @@ def _from_codes(entry: Mapping[str, Any], kind: str, _: Any = None) -> np.ndarra
     """Decode a moment of bitsandbytes, `state1` or `state2`, from its codes, its map and the scale of each block."""
     codes, levels, scale = (array_of(entry[f"{what}{kind[-1]}"]) for what in ("state", "qmap", "absmax"))
     flat = levels[codes.reshape(-1)] * scale.repeat(BLOCK)[: codes.size]
-    # For a block of zeros, the library stores the code 0 (of −0.993) and the scale 0, whose product is −0; the tensor
-    # held 0.
+    # For a block of zeros, the library stores the code 0 (which means −0.993) and the scale 0, whose product is −0. The
+    # moment was 0.
     return flat.reshape(codes.shape) + np.float32(0)
 
 
 def share_equal(arrays: dict[str, Any], others: Mapping[str, Any]) -> None:
-    """Replace each array by the other mapping's array of the same bits, so that one copy is kept."""
+    """Replace each array that has the same bits in the other mapping by the other's array, to save memory."""
     for name, array in arrays.items():
         if isinstance(array, np.ndarray) and _same_bits(array, others.get(name)):
             arrays[name] = others[name]
@@ -273,14 +280,14 @@ def _same_bits(a: np.ndarray, b: Any) -> bool:
 
 
 def outside(params: Mapping[str, Any], optimizers: Sequence[Any]) -> tuple[list[str], int]:
-    """Return trainable parameters that no optimizer holds, and how many optimizers' tensors are not the model's."""
+    """Return trainable parameters that no optimizer holds, and how many tensors of the optimizers the model lacks."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p) for p in params.values()}
     return [n for n, p in params.items() if p.requires_grad and id(p) not in held], len(held - ours)
 
 
 def _number(value: Any) -> Any:
-    """Convert hyperparameters that are tensors (`capturable`) to floats, also inside a tuple."""
+    """Convert a hyperparameter that is a tensor (under `capturable`) to a float, also inside a tuple."""
     if isinstance(value, tuple):
         return tuple(_number(x) for x in value)
     return float(value) if hasattr(value, "detach") else value

@@ -1,11 +1,11 @@
-"""The ranks that train one model, and one judgement for all of them.
+"""Combine the readings of all ranks that train one model into one judgement.
 
-On a check, every rank copies what it holds, rank 0 judges, and all get its verdict. Ranks wait for each other in
-`put_together` and `told_to_all` alone. Both stand at the end of a step, and every rank calls them whatever it could not
-read: a failure on one is reported with its number.
+On a check, every rank copies what it holds, rank 0 judges, and all ranks receive its verdict. Collective calls occur
+only in `put_together` and `told_to_all`, at the end of a step. Every rank calls them even after an error. The error is
+reported with its rank.
 
-Data-parallel ranks must hold equal bits: digests of what each holds whole are compared, and a rank that differs is
-named. Tensors that are cut over ranks are put together on rank 0, one at a time.
+Data-parallel ranks must hold equal bits. Each rank computes digests of its unsharded tensors, the digests are compared,
+and a rank that differs is named. Sharded tensors are assembled on rank 0, one at a time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lockstep.core.parity.watch.listen import Pending
 from lockstep.core.parity.watch.snapshot import Snapshot, array_of, share_equal
 from lockstep.core.parity.watch.uncovered import Uncovered, WatchCheck, reason
 
-# Placeholder for a tensor that this rank does not judge.
+# Placeholder for a tensor that this rank does not need.
 DROPPED = np.empty(0)
 GRADIENTS = "gradients of"
-# If one rank has at least this share of the squared error, the fault is there.
+# Share of the squared error. A rank with at least this share is named as the place of the fault.
 NEARLY_ALL = 0.99
-# Bytes of a message between ranks.
+# Largest message between ranks, in bytes.
 MESSAGE = 2**26
-# Moment and kind of what was read → stage and phase of the finding, in the order of a step.
+# Moment and kind of reading → stage and phase of the finding, in the order of a step.
 LINKS = {
     "before/weights": ("weights", "state"),
     "update/moments": ("moments", "state"),
@@ -45,10 +45,11 @@ LINKS = {
 
 @dataclass
 class Cut:
-    """A rank's part of a tensor that is sharded over ranks.
+    """One rank's part of a sharded tensor.
 
-    local: its numbers. ranks: the layout of ranks, an array of their numbers. dims: for each axis of the layout, the
-    axis of the tensor that is cut over it, or None where each rank holds the same.
+    local: the numbers of this rank.
+    ranks: the layout, an array of rank numbers.
+    dims: for each axis of the layout, the axis of the tensor that is sharded over it, or None if it is replicated.
     """
 
     local: np.ndarray
@@ -56,11 +57,11 @@ class Cut:
     dims: tuple[int | None, ...]
 
     def whole(self, parts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Join the tensor from the parts of all ranks by their numbers."""
+        """Join the whole tensor. parts: rank → its numbers."""
         return _joined(self.ranks, self.dims, parts)
 
 
-# The layout of a sharded gradient: one rank's part, and the shapes of all parts.
+# The layout of a sharded gradient: one rank's part, and rank → shape of its part.
 Layout = tuple[Cut, Mapping[int, tuple[int, ...]]]
 
 
@@ -75,9 +76,12 @@ def _joined(ranks: np.ndarray, dims: tuple[int | None, ...], parts: Mapping[int,
 class Ranks(Protocol):
     """The ranks that train a model together.
 
-    members: their numbers in the whole job. gathers: a check is given the batches of all. divisor: what the sum of all
-    ranks' gradients is divided by. apart: why they no longer meet; empty while they do. A collective call raises
-    UserError where they do not.
+    rank: number of this rank, 0 for the one that judges.
+    apart: the reason why collective calls are no longer possible; empty while they are.
+    members: their numbers in the whole job.
+    gathers: a check needs the batches of all ranks.
+    divisor: divisor of the sum of all ranks' gradients.
+    Collective calls raise UserError if they fail.
     """
 
     rank: int
@@ -87,7 +91,10 @@ class Ranks(Protocol):
     divisor: float
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return every rank's object, in the order of `members`, on rank 0. A collective call; empty on other ranks."""
+        """Return every rank's object on rank 0, in the order of `members`; an empty list on other ranks.
+
+        A collective call.
+        """
         ...
 
     def of_first(self, mine: Any) -> Any:
@@ -95,37 +102,37 @@ class Ranks(Protocol):
         ...
 
     def judged(self, mine: Any) -> Any:
-        """Return rank 0's object, which the other ranks wait for while rank 0 judges. A collective call."""
+        """Return rank 0's object, for which the other ranks wait while rank 0 judges. A collective call."""
         ...
 
     def portable(self, batch: Any) -> Any:
-        """Return a copy of a batch that another rank can read. Raises UserError for one that has no such copy."""
+        """Return a copy of a batch that can be sent to another rank. Raises UserError if that is impossible."""
         ...
 
     def part(self, tensor: Any) -> Cut:
-        """Copy this rank's part of a tensor that is cut. Raises UserError for a layout that cannot be put together."""
+        """Copy this rank's part of a sharded tensor. Raises UserError for an unsupported layout."""
         ...
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The batches of all ranks, in their order; under accumulation, each the list of a rank's micro-batches."""
+    """The batches of all ranks, in their order. Under gradient accumulation each is a list of micro-batches."""
 
     batches: Sequence[Any]
 
 
 @dataclass
 class Reading:
-    """The reading of a step on one rank.
+    """What one rank reads during a step.
 
-    digests: moment and kind → name → digest, of tensors that this rank holds whole.
+    digests: moment and kind → name → digest, for tensors that are not sharded.
     """
 
     ranks: Ranks | None
     digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def at(self, moment: str) -> Callable[..., Any]:
-        """Return a function `(kind, name, tensor, make)` that reads at this moment of the step, without waiting."""
+        """Return a function `(kind, name, tensor, make)` that reads a tensor now, without a collective call."""
 
         def read(kind: str, name: str, tensor: Any, make: Callable[[Any], np.ndarray] = array_of) -> Any:
             if self.ranks is None:
@@ -144,7 +151,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of a check. cut: places of the tensors of which it has a part."""
+    """One rank's contribution to a check.
+
+    digests: as in `Reading`.
+    between: findings of this rank about weights and moments between two steps.
+    fired: number of steps of each optimizer.
+    cut: places of the sharded tensors.
+    """
 
     number: int
     batch: Any
@@ -159,10 +172,10 @@ class Share:
 def put_together(
     ranks: Ranks, number: int, pending: Pending | None, uncovered: Uncovered, reading: Reading
 ) -> Pending | None:
-    """Send rank 0 what all ranks read of a step. A collective call.
+    """Send to rank 0 what all ranks read in a step. A collective call.
 
-    Returns None on the other ranks, and where one of them read nothing. The loss is the sum of the ranks' over the
-    divisor of their gradients.
+    Returns the step on rank 0, and None on the other ranks, or if a rank read nothing. The loss is the sum of the
+    ranks' losses, over the divisor of their gradients.
     """
     batch = None
     if pending is not None and ranks.gathers:
@@ -182,7 +195,7 @@ def put_together(
             arrays, name = held[place]
             cut, arrays[name] = places.pop(place), DROPPED
             if ranks.rank == 0:
-                # The other ranks wait for the next message, even if this one fails.
+                # The other ranks wait for the next message, even after an error with this one.
                 try:
                     if place == f"{GRADIENTS} {name}" and pending is not None:
                         pending.layouts[name] = cut, {rank: found[i].shape for rank, found in parts.items()}
@@ -222,7 +235,10 @@ def put_together(
 
 
 def owner_of(broken: Sequence[str], c: Arrays, w: Arrays, layouts: Mapping[str, Layout]) -> str:
-    """Return a note if one rank's parts alone are off in all broken gradients. c, w: gradients, and the twin's."""
+    """Return a note if in all broken gradients only the part of one rank is wrong; else an empty string.
+
+    c: gradients of the candidate. w: those of the twin. layouts: by name.
+    """
     owners = set()
     for name in broken:
         if name not in layouts:
@@ -239,7 +255,7 @@ def owner_of(broken: Sequence[str], c: Arrays, w: Arrays, layouts: Mapping[str, 
 
 
 def _in_messages(places: Mapping[str, Cut]) -> list[list[str]]:
-    """Group the places of parts that are sent at once: as many as fit into a message, but one at least."""
+    """Group the places of the parts by message: as many as fit into MESSAGE bytes, at least one."""
     found: list[list[str]] = []
     size = MESSAGE
     for place, cut in places.items():
@@ -251,7 +267,7 @@ def _in_messages(places: Mapping[str, Cut]) -> list[list[str]]:
 
 
 def _arrays(pending: Pending) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return every array that a step holds: its place in words → where it stands."""
+    """Return every array of a step: its place in words → the mapping that holds it, and its name there."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
 
     def add(moment: str, arrays: Any) -> None:
@@ -274,7 +290,7 @@ def _arrays(pending: Pending) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def _reasons(shares: Sequence[Share], uncovered: Uncovered) -> None:
-    """List why links are not judged: once, with the ranks where it is so unless it is so on all."""
+    """List each reason why a link is not judged once, with the ranks it applies to unless it applies to all."""
     held: dict[tuple[str, str], list[int]] = {}
     for rank, share in enumerate(shares):
         for link, whys in share.skipped.items():
@@ -287,7 +303,7 @@ def _reasons(shares: Sequence[Share], uncovered: Uncovered) -> None:
 
 
 def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterator[Finding]:
-    """Compare what ranks hold, link by link: tensors that all of them have whole must have equal bits."""
+    """Compare what the ranks hold, link by link: unsharded tensors must have equal bits on all ranks."""
     for moment, (stage, phase) in LINKS.items():
         held = [one.get(moment, {}) for one in digests]
         names = [name for name in held[0] if all(name in one for one in held)]
@@ -296,7 +312,7 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
         apart: dict[int, list[str]] = {}
         for name in names:
             counts = Counter(one[name] for one in held)
-            # The bits that most ranks have; if two are equally common, those of rank 0.
+            # The bits that most ranks have. If two are equally common, those of rank 0.
             usual = max(counts, key=lambda digest: (counts[digest], digest == held[0][name]))
             for rank, one in enumerate(held):
                 if one[name] != usual:
@@ -311,6 +327,6 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
 
 
 def told_to_all(ranks: Ranks, check: WatchCheck, judged: bool) -> tuple[WatchCheck, bool]:
-    """Return rank 0's check, and whether any check of it judged gradients. A collective call."""
+    """Return rank 0's check, and whether any of its checks judged gradients. A collective call."""
     found, judged = ranks.judged((check, judged))
     return (found if ranks.rank else check), judged

@@ -1,19 +1,20 @@
-"""Choose which operations of a step a check judges: one of each kind first, then all in turn."""
+"""Choose the operations of a step that a check judges: first one of each kind, then all in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A kind of operation: its name, phase, class of the module, and dtypes of its inputs.
+# The kind of an operation: its name, phase, module class, and the dtypes of its inputs.
 Kind = tuple[str, ...]
 
 
 @dataclass
 class Turns:
-    """A schedule of the operations in a step's list, `count` a check.
+    """A schedule over the operations of a step, `count` in each check.
 
-    kinds: of the operations of the last step that was seen, in order. times: how often each place had its turn.
+    kinds: kinds of the operations of the last step seen, in order.
+    times: number of turns of each place.
     done: places that were judged.
     """
 
@@ -24,13 +25,16 @@ class Turns:
     done: set[int] = field(default_factory=set)
 
     def see(self, kinds: Sequence[Kind]) -> None:
-        """Take the list of a step's operations. A list of another length is another program: turns begin anew."""
+        """Set the list of a step's operations.
+
+        A list of another length is another program, so the turns begin again.
+        """
         if len(kinds) != len(self.kinds):
             self.times, self.done = [0] * len(kinds), set()
         self.kinds = tuple(kinds)
 
     def wanted(self) -> set[int]:
-        """Return the places that are judged next: of kinds that had no turn, then those that had fewest."""
+        """Return the places to judge next: first kinds without a turn so far, then places with the fewest turns."""
         first: dict[Kind, int] = {}
         for place, kind in enumerate(self.kinds):
             if kind not in self.seen_kinds:
@@ -40,7 +44,7 @@ class Turns:
         return {*found, *rest[: self.count - len(found)]}
 
     def had(self, place: int, kind: Kind, judged: bool) -> None:
-        """Count a turn in. judged: it could be judged."""
+        """Count a turn. judged: the operation could be judged."""
         self.seen_kinds.add(kind)
         if place < len(self.times):
             self.times[place] += 1

@@ -1,4 +1,4 @@
-"""Keep what a check did not judge, with the reason: a line in its verdict, and never the end of a training run."""
+"""Record what a check did not judge, and why. An error in a check never ends a training run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger("lockstep.watch")
 class WatchCheck(Check):
     """A check made by `watch`.
 
-    not_judged: links of the step that were not judged, each with its reason. operations: how many single operations
-    were judged (core/parity/watch/observed.py); None where that was not asked for.
+    not_judged: links of the step that were not judged, each with its reason.
+    operations: counts of judged operations (core/parity/watch/observed.py); None if operations are not judged.
     """
 
     not_judged: tuple[str, ...] = ()
@@ -34,27 +34,28 @@ class WatchCheck(Check):
 
 @dataclass
 class Uncovered:
-    """The links that one check leaves out, with reasons.
+    """Links of the step that one check leaves out, with reasons.
 
-    listed: for `not_covered`. skipped: link of the step → why it is not judged.
+    listed: texts for `not_covered` alone.
+    skipped: link of the step → reasons why it is not judged.
     """
 
     listed: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
     def append(self, text: str) -> None:
-        """List what the check does not cover, without a place in the verdict's line."""
+        """Add a text to `not_covered`. It does not appear in the one-line verdict."""
         if text not in self.listed:
             self.listed.append(text)
 
     def skip(self, link: str, why: str) -> None:
-        """Add a link that is not judged, and the reason, to the verdict's line."""
+        """Add a link that is not judged, and the reason, to the one-line verdict."""
         reasons = self.skipped.setdefault(link, [])
         if why not in reasons:
             reasons.append(why)
 
     def extend(self, other: Uncovered) -> None:
-        """Take over what another left out."""
+        """Add all that another check left out."""
         for link, reasons in other.skipped.items():
             for why in reasons:
                 self.skip(link, why)
@@ -63,30 +64,30 @@ class Uncovered:
 
     @property
     def not_judged(self) -> tuple[str, ...]:
-        """The links that are not judged, as `update: not judged (NAdam has no rule)`."""
+        """Links that are not judged, as `update: not judged (NAdam has no rule)`."""
         return tuple(f"{link}: not judged ({'; '.join(why)})" for link, why in self.skipped.items())
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """All that is not covered, what is not judged first."""
+        """All that is not covered; links that are not judged come first."""
         return (*self.not_judged, *self.listed)
 
 
 class Guard:
-    """A guard around the watcher's own work: it catches errors, and reports each reason once."""
+    """A guard around the watcher's own code. It catches errors and logs each reason once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def tell(self, link: str, why: str) -> None:
-        """Log a reason at its first time as a warning, later ones at debug level."""
+        """Log a reason as a warning the first time, and at debug level later."""
         text = f"{link}: not judged ({why})"
         log.log(logging.DEBUG if text in self._told else logging.WARNING, "%s; training goes on", text)
         self._told.add(text)
 
     @contextmanager
     def link(self, uncovered: Uncovered, link: str) -> Iterator[None]:
-        """Run a part of a check. An error in it becomes a reason why the link is not judged."""
+        """Run a part of a check. An error in it becomes the reason why `link` is not judged."""
         try:
             yield
         except Exception as error:
@@ -97,7 +98,7 @@ class Guard:
 
 
 def reason(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error as one line."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text

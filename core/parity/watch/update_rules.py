@@ -1,9 +1,10 @@
-"""The update rules of torch's optimizers in numpy, one rounding after each of torch's operations.
+"""The update rules of torch's optimizers in numpy, with one rounding after each of torch's operations.
 
-A rule is written once. With the rounding of the parameter's own dtype it is the twin; without any it is the truth in
-FP64. Sources: torch/optim/adam.py, adamw.py and sgd.py, single tensor (foreach rounds at the same places; `fused`
-rounds only what it stores, which matters to half precision alone). On CUDA the fused kernels of Adam and AdamW take
-their hyperparameters in FP32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh), as `_adam_in_fp32` has them.
+A rule is written once. With the rounding of the parameter's dtype it is the twin; without rounding it is the truth in
+FP64. Sources: torch/optim/adam.py, adamw.py and sgd.py, in the single-tensor form. The foreach form rounds at the same
+places. `fused` rounds only what it stores, which makes a difference in half precision only. On CUDA, the fused kernels
+of Adam and AdamW take their hyperparameters in FP32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh), as
+`_adam_in_fp32` does.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ State = Mapping[str, np.ndarray]
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Round float64 values through FP32 to the nearest bfloat16, ties to even; return float64 of the same shape."""
+    """Round float64 values through FP32 to the nearest bfloat16, ties to even. Returns float64 of the same shape."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    # Adding just under half of the last kept digit, plus that digit's own bit, carries exactly in the right cases.
+    # Add just under half a unit of the last kept digit, plus that digit itself: ties go to even.
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)) << np.uint32(16)
-    # `ascontiguousarray` turns zero dimensions into one.
+    # `ascontiguousarray` returns one dimension for a scalar.
     return np.where(np.isfinite(x), rounded.view(np.float32).reshape(np.shape(x)), x).astype(np.float64)
 
 
 def to_dtype(dtype: type[np.floating]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that rounds to a numpy dtype and keeps values in float64."""
+    """Return a function that rounds float64 values to a numpy dtype and returns float64."""
     return lambda x: x.astype(dtype).astype(np.float64)
 
 
@@ -48,8 +49,8 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 class Arithmetic:
     """The roundings of an update rule.
 
-    store: what is written to a tensor. compute: inside one of torch's operations, which computes FP32 for narrower
-    dtypes and FP64 for FP64.
+    store: rounding of a tensor that is written.
+    compute: rounding inside one of torch's operations, which computes in FP32 for narrower dtypes and in FP64 for FP64.
     """
 
     store: Callable[[np.ndarray], np.ndarray]
@@ -57,11 +58,11 @@ class Arithmetic:
 
     @classmethod
     def of(cls, dtype: str) -> Arithmetic:
-        """Return the arithmetic for parameters of a dtype, a key of `ROUNDINGS`."""
+        """Return the arithmetic for parameters of a dtype, which is a key of `ROUNDINGS`."""
         return cls(ROUNDINGS[dtype], ROUNDINGS["float64" if dtype == "float64" else "float32"])
 
     def scalar(self, x: float) -> float:
-        """Round a Python float, FP64, as an operation takes it."""
+        """Round a Python float as an operation reads it."""
         return float(self.compute(np.asarray(x)))
 
 
@@ -69,20 +70,20 @@ EXACT = Arithmetic(lambda x: x, lambda x: x)
 
 
 def refuse_fp64(a: Arithmetic, why: str) -> None:
-    """Raise UserError for FP64 weights whose rule computes in a narrower format: FP64 has no truth above it."""
+    """Raise UserError for FP64 weights if their rule computes in a narrower format."""
     if a.store is ROUNDINGS["float64"]:
         raise UserError(f"FP64 weights, but {why}")
 
 
-# Kinds of comparison without calibrated bounds: FP32 sums, bounded by the possible error of such sums (judge.py).
+# The kind of comparisons without calibrated bounds: FP32 sums, bounded by their worst-case error (judge.py).
 OF_SUMS = "sums"
 
 
 @dataclass(frozen=True)
 class Updated:
-    """A parameter of float64 numbers after the step, and its optimizer state by kind.
+    """A parameter after the step and its optimizer state by kind, in float64.
 
-    kinds: kind of moment, or `update` → the calibrated bounds, where that is not AdamW's.
+    kinds: kind of moment, or `update` → kind of calibrated bounds, where it is not AdamW's.
     """
 
     param: np.ndarray
@@ -91,12 +92,12 @@ class Updated:
 
 
 # An update rule: a function of (parameter, gradient, moments before by kind, step counted from 1, hyperparameters of
-# its group, arithmetic). The group also has `dtype`, the parameter's, and `in_codes`, which is True where its state is
-# kept in 8-bit codes.
+# its group, arithmetic). The group also has `dtype`, the parameter's, and `in_codes`, which is True if its optimizer
+# state is stored as 8-bit codes.
 Rule = Callable[[np.ndarray, np.ndarray, State, int, Mapping[str, Any], Arithmetic], Updated]
 
 
-# A key that no optimizer's group has: the kernel takes the other hyperparameters in FP32.
+# Key added to a group if the kernel takes the other hyperparameters in FP32. No optimizer has this key.
 IN_FP32 = "in_fp32"
 
 
@@ -142,13 +143,13 @@ def adam(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
 def _adam_in_fp32(
     p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic
 ) -> Updated:
-    """Compute what torch's fused kernel on CUDA does: β are FP32 numbers, 1 − β too, and each line is one rounding.
+    """Compute the update of torch's fused kernel on CUDA. β and 1 − β are FP32 numbers. Each line is one rounding.
 
         m ← fma(β₁, m, fma(−β₁, g, g))        v ← fma(β₂, v, fma(−β₂, g², g²))
         p ← fma(−(lr·λ), p, p) − (lr / (1 − β₁ᵗ)) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-    β₂ = 0.999 is 0.99900001287 in FP32, so v is 1.3e-5 shorter, and with it 1 − β₂ᵗ: the step is nearly unmoved. The
-    truth has the same β, and FP64 for the rest. Products and sums of float64 stand for a fused multiply-add.
+    β₂ = 0.999 is 0.99900001287 in FP32, so v is 1.3e-5 smaller. So is 1 − β₂ᵗ, and the step hardly changes. The truth
+    uses the same β, and FP64 otherwise. A product and sum in float64 stand for a fused multiply-add.
     """
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = (float(np.float32(beta)) for beta in group["betas"])
@@ -180,14 +181,16 @@ def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping
 
 
 def adam_l2(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Return the update of torch.optim.Adam: coupled decay unless the group sets it otherwise."""
+    """Return the update of torch.optim.Adam, whose decay is coupled unless the group sets `decoupled_weight_decay`."""
     return adam(p, g, before, step, {"decoupled_weight_decay": False, **group}, a)
 
 
 def sgd(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Return the update of SGD, momentum μ, dampening τ: g ← g + λp; b ← μb + (1 − τ)g, first b ← g; p ← p − lr·b.
+    """Return the update of SGD with momentum μ and dampening τ.
 
-    Nesterov's form steps by g + μb. float64 arrays of one shape.
+        g ← g + λp        b ← μb + (1 − τ)g, and b ← g at the first step        p ← p − lr·b
+
+    Nesterov's form steps by g + μb. Arrays are float64 of one shape.
     """
     momentum, decay = float(group["momentum"]), float(group["weight_decay"])
     g = -g if group.get("maximize") else g

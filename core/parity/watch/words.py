@@ -1,4 +1,4 @@
-"""Texts of one line for a check, and for the verdict over all checks."""
+"""Describe a check, and the verdict over all checks, in one line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.core.parity.watch.uncovered import WatchCheck
 
 
 def in_words(check: WatchCheck) -> str:
-    """Return one check in a line or two: the verdict, and either what came nearest to its bound or where it broke."""
+    """Describe a check in a line: the verdict, and the comparison nearest to its bound, or the first that broke it."""
     if check.verdict == "could_not":
         return f"step {check.step}: nothing judged; {'; '.join(check.not_covered)}"
     left_out = "".join(f"; {text}" for text in check.not_judged)
@@ -28,7 +28,7 @@ def in_words(check: WatchCheck) -> str:
 
 
 def headline(verdict: Outcome, checks: Sequence[WatchCheck], own: bool) -> str:
-    """Return the verdict over all checks and the items not judged, in a line. own: the model is its own reference."""
+    """Describe the verdict over all checks and the links not judged, in a line. own: the model is its own reference."""
     left_out = Counter(item for check in checks for item in check.not_judged)
     items = [
         item if count == len(checks) else f"{item}, in {count} of {len(checks)} checks"
