@@ -87,7 +87,7 @@ def test_what_moved_in_a_block_is_not_accused_again_in_the_next() -> None:
 
 def test_weights_that_were_rounded_are_named() -> None:
     origin = loop(2, begin=to_bf16).checks[1].origin
-    assert origin is not None and origin.note == "embed.weight; numbers of bf16 alone are left"
+    assert origin is not None and origin.note == "embed.weight; only bf16 numbers are left"
 
 
 def test_a_swap_that_is_undone_is_no_change() -> None:

@@ -317,7 +317,7 @@ def test_what_is_no_reference_is_refused(judge: Any) -> None:
         ({"rule": "lion"}, "known are adamw, adam, sgd"),
         ({"on_alarm": "mail"}, "it is 'log', 'stop'"),
         ({"bounds": {"exces": 2.0}}, "bounds has no 'exces'"),
-        ({"bounds": {"excess": 2.0}, "calibrate": 3}, "two sources"),
+        ({"bounds": {"excess": 2.0}, "calibrate": 3}, "both set the bounds"),
         ({"clip_norm": 0.0}, "it is positive"),
         ({"names": {"nope": "x"}}, "no parameter of the model"),
         ({"names": {"up.bias": "down.bias"}}, "maps both"),

@@ -164,7 +164,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise UserError(f"every={self.every}: it counts steps, 1 or more")
+            raise UserError(f"every={self.every}: a number of steps, 1 or more")
         if self.precision not in (None, "fp32", "bf16", "fp64"):
             raise UserError(f"precision={self.precision!r}: it is fp32, bf16 or fp64")
         if isinstance(self.rule, str) and self.rule not in RULES:
@@ -172,7 +172,7 @@ class Settings:
         if not callable(self.on_alarm) and self.on_alarm not in ("log", "stop"):
             raise UserError(f"on_alarm={self.on_alarm!r}: it is 'log', 'stop' or a function of the check")
         if self.calibrate and self.bounds:
-            raise UserError("bounds= and calibrate= are two sources of one thing: give one")
+            raise UserError("bounds= and calibrate= both set the bounds: give one of them")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UserError(f"clip_norm={self.clip_norm}: it is positive, or None where nothing is clipped")
 
@@ -483,7 +483,7 @@ class Watcher:
             left_out = set(params)
             uncovered.skip("gradients", skipped)
         elif left_out:
-            uncovered.skip("gradients", "a closure made some after another optimizer had moved the weights")
+            uncovered.skip("gradients", "a closure computed some after another optimizer had changed the weights")
         if "loss and gradients" not in uncovered.skipped:
             with guard.link(uncovered, "loss and gradients"):
                 truth, twin = self._answers(step.params, pending.batch, uncovered)
@@ -524,7 +524,7 @@ class Watcher:
         guard, findings = self._guard, list[Finding]()
         with guard.link(uncovered, "update"):
             alone, strangers = outside(params, self._optimizers)
-            basis = "every trainable parameter stands in an optimizer's group"
+            basis = "every trainable parameter is in an optimizer's group"
             findings.append(
                 judge.exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update")
             )

@@ -97,7 +97,7 @@ class Judge:
         extra = sorted(set(truth.grads) - set(step.params))
         absent = sorted(set(trainable) - (set(truth.grads) & set(twin.grads)))
         yield exact(
-            "gradients", "names", len(extra) + len(absent), len(trainable), "every parameter stands on both sides",
+            "gradients", "names", len(extra) + len(absent), len(trainable), "both sides have every parameter",
             _list("the reference lacks", absent) + _list("the model lacks", extra),
         )  # fmt: skip
         if step.frozen:
@@ -155,7 +155,7 @@ class Judge:
         excess, distance = calibrated_bounds.least(f"{self.precision}/eager", "gradients/matrices")
         basis = (
             f"{len(equal)} of {len(w)} gradients have the twin's bits, also those at the end of the backward pass, so "
-            "each is held by itself, to the least bounds of core/parity/measures/calibrated_bounds.py"
+            "each is judged alone, by the narrowest bounds of core/parity/measures/calibrated_bounds.py"
         )
         return replace(self.limits, excess=excess, distance=1 + excess, gain=distance / 2, basis=basis)
 
@@ -206,7 +206,7 @@ class Judge:
         theirs, ours = set(truth.outputs), set(step.outputs)
         if not ours:
             what = f"{', '.join(sorted(theirs))} was not given to step(outputs=)" if theirs else "none are compared"
-            missing.append(f"outputs of the forward but the loss: {what}")
+            missing.append(f"outputs of the forward pass other than the loss: {what}")
             return
         basis = "equal names and shapes"
         shaped = {n for n in ours & theirs if step.outputs[n].shape == truth.outputs[n].shape}
@@ -264,7 +264,7 @@ def clipping(step: Step, clip_norm: float | None) -> Iterator[Finding]:
     changed += [n for s in step.before for n in s.groups if n in step.grads and n not in stepped]
     old, new = _norm({n: step.grads[n] for n in shared}), _norm({n: stepped[n] for n in shared})
     if clip_norm is None:
-        basis = "no clip_norm= was declared, so the optimizer steps by the gradients that backward left"
+        basis = "no clip_norm= was declared, so the optimizer uses the gradients of backward unchanged"
         note = f"norm {old:.6g} became {new:.6g}" if changed else ""
         yield exact("clip_coefficient", "gradients", len(changed), max(len(step.grads), 1), basis, note, "update")
     elif not math.isfinite(old):
@@ -282,7 +282,7 @@ def skipped_by_scaler(step: Step) -> str:
     finite = all(np.isfinite(g).all() for g in step.grads.values())
     if finite or not step.fired or any(step.fired):
         return ""
-    return "gradients are not finite and optimizer.step() was left out, as a GradScaler does in search of its scale"
+    return "gradients are not finite and optimizer.step() was skipped, as a GradScaler does while it adjusts its scale"
 
 
 def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
@@ -303,9 +303,10 @@ def update(step: Step, skipped: str, missing: Uncovered) -> Iterator[Finding]:
         idle = [n for n in before.params if n not in before.grads]
         if idle and fired == 1:
             moved = [n for n in idle if not np.array_equal(before.params[n], after.params[n], equal_nan=True)]
-            yield exact("update", "without gradient", len(moved), len(idle), "what has no gradient stays", few(moved))
+            basis = "parameters without a gradient do not change"
+            yield exact("update", "without gradient", len(moved), len(idle), basis, few(moved))
         if fired != 1:
-            missing.append("update: it needs exactly one optimizer.step() inside the block")
+            missing.append("update: judged only with exactly one optimizer.step() inside the block")
         elif rule is None:
             missing.skip("update", f"{kind} has no rule")
             missing.append(f"update: no rule for {kind} (known: {', '.join(RULES)}; rule= names one, or is a function)")
@@ -330,7 +331,7 @@ def _updated(
         found = after.moments.get(kind, {}).get(name)
         tap = f"{kind}/{name}"
         if found is None:
-            yield exact("moments", tap, 1, p.size, "the optimizer keeps what its rule writes", "not kept", "update")
+            yield exact("moments", tap, 1, p.size, "the optimizer stores its rule's moments", "not stored", "update")
             continue
         band = t.kinds.get(kind, "exp_avg_sq" if kind.endswith("_sq") else "exp_avg")
         d = distances(found.astype(np.float64), w.moments[kind], moment, stream)
@@ -422,8 +423,8 @@ def _of_a_scaler(factor: float) -> str:
 
 # Number of trailing zero bits in the FP32 mantissas of numbers from a narrower format, and the cause to name.
 PRODUCTS = (
-    (16, "numbers of bf16 alone, as its products give: is autocast on (precision='bf16')?"),
-    (13, "numbers of FP16 alone, as its products give: `watch` has no twin for FP16 autocast; bf16 has one"),
+    (16, "only bf16 numbers, the results of bf16 products: is autocast on (precision='bf16')?"),
+    (13, "only FP16 numbers, the results of FP16 products: `watch` has no twin for FP16 autocast, but one for bf16"),
 )
 
 
@@ -503,7 +504,7 @@ def _clip_finding(
                 f"a norm summed in FP32; the bits tell of a coefficient of {low:.6g} to {high:.6g}, due is {wanted:.6g}"
             )
             if slack < error <= AS_NARROW * _eps(step):
-                note = f"as far off as a norm in {' or '.join(_narrow(step))} is, as torch's clip_grad_norm_ takes it"
+                note = f"the error of a norm in {' or '.join(_narrow(step))}, in which torch's clip_grad_norm_ computes"
     found = (
         Measure("norm_error", error, None, slack + 1e-6 / clip_norm, basis),
         Measure(
@@ -584,7 +585,7 @@ def check_declared(declared: Any, optimizers: Sequence[Any]) -> None:
 def hyperparameters(step: Step, declared: Any, missing: Uncovered) -> Iterator[Finding]:
     """Compare the optimizer's hyperparameters with the user's declaration. Raises UserError for an unknown name."""
     if declared is None:
-        missing.append("hyperparameters: taken as they stand in the optimizer (declared= compares them)")
+        missing.append("hyperparameters: read from the optimizer and not compared (declared= compares them)")
         return
     wrong: dict[str, list[str]] = {}
     for before in step.before:
@@ -599,4 +600,4 @@ def hyperparameters(step: Step, declared: Any, missing: Uncovered) -> Iterator[F
     count = sum(map(len, wrong.values()))
     size = max(sum(len(before.groups) for before in step.before), 1)
     stage = "learning_rate" if wrong and all(what.startswith("lr ") for what in wrong) else "update"
-    yield exact(stage, "hyperparameters", count, size, "equal numbers, as declared", note, "update")
+    yield exact(stage, "hyperparameters", count, size, "equal to the declared numbers", note, "update")

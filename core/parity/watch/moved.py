@@ -16,7 +16,7 @@ from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.watch import judge
 from lockstep.core.parity.watch.listen import Pending
 
-BASIS = "weights change in optimizer.step() alone; a loop that changes them itself declares weights_change=True"
+BASIS = "only optimizer.step() changes weights; if the loop changes them too, declare weights_change=True"
 
 Read = Callable[[str], Any]
 
@@ -67,7 +67,7 @@ def finding(when: str, moved: list[str], narrow: list[str], count: int) -> Findi
     """
     note = judge.few(moved) if moved else ""
     if narrow:
-        note += "; numbers of bf16 alone are left" + ("" if len(narrow) == len(moved) else f" in {judge.few(narrow)}")
+        note += "; only bf16 numbers are left" + ("" if len(narrow) == len(moved) else f" in {judge.few(narrow)}")
     return judge.exact("weights", when, len(moved), max(count, 1), BASIS, note, "state")
 
 

@@ -159,11 +159,12 @@ def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dty
     ties = float(np.minimum(1.0, 2 * ROOM * off / spacing(t, dtype)).sum())
     rare = math.log(1 / RARE)
     most = ties + math.sqrt(2 * ties * rare) + rare
-    basis = f"{ties:.3g} of {t.size:,} numbers lie at a tie between two computations in FP32, and chance"
+    basis = f"{ties:.3g} of {t.size:,} numbers may lie at a tie of two computations in FP32, with a margin for chance"
     return Measure("unequal", float(np.count_nonzero(c != w)), None, most, basis)
 
 
 def exact(candidate: np.ndarray, due: np.ndarray) -> Measure:
     """Count the numbers that differ, for an operation that only moves numbers or rounds each once."""
     same = (candidate == due) | ((candidate != candidate) & (due != due))
-    return Measure("mismatches", float(np.count_nonzero(~same)), None, 0.0, "numbers are moved, or rounded once: equal")
+    basis = "equal numbers: the operation only moves them, or rounds each once"
+    return Measure("mismatches", float(np.count_nonzero(~same)), None, 0.0, basis)

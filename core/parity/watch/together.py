@@ -206,7 +206,7 @@ def put_together(
         return None
     _reasons([replace(shares[0], skipped=dict(uncovered.skipped)), *shares[1:]], uncovered)
     if pending is None or any(share.number != number for share in shares):
-        uncovered.skip("step", "not every rank came to it")
+        uncovered.skip("step", "not every rank reached it")
         return None
     if places:
         uncovered.skip("step", f"not every rank has read {next(iter(places))}")
@@ -228,7 +228,7 @@ def put_together(
     ]
     pending.between.extend(differences([share.digests for share in shares]))
     if others := [f"{share.fired} on rank {rank}" for rank, share in enumerate(shares) if share.fired != fired]:
-        basis = "each optimizer's step() ran as often on every rank"
+        basis = "each optimizer's step() ran equally often on every rank"
         note = f"optimizer.step() ran {fired} times on rank 0, {', '.join(others)}"
         pending.between.append(judge.exact("step_count", "ranks", len(others), len(shares), basis, note, "update"))
     return pending
@@ -251,7 +251,7 @@ def owner_of(broken: Sequence[str], c: Arrays, w: Arrays, layouts: Mapping[str, 
         if not by_rank[worst] > NEARLY_ALL * sum(by_rank.values()):
             return ""
         owners.add(worst)
-    return f"in what rank {owners.pop()} holds alone" if len(owners) == 1 else ""
+    return f"only in the part of rank {owners.pop()}" if len(owners) == 1 else ""
 
 
 def _in_messages(places: Mapping[str, Cut]) -> list[list[str]]:
