@@ -22,7 +22,7 @@ from transformers import BatchEncoding
 
 from lockstep import watch
 from lockstep.core.errors import UserError
-from lockstep.core.parity.watch import api
+from lockstep.core.parity.watch import memory
 from lockstep.core.parity.watch.api import Watcher
 from lockstep.parity_tests.watch.own import (
     LENGTH,
@@ -452,7 +452,7 @@ def test_a_loss_of_another_module_is_told() -> None:
 @pytest.mark.parametrize("place", ["before", "during"])
 def test_a_module_too_large_for_memory_is_skipped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "before":
-        monkeypatch.setattr(api, "available_memory_bytes", lambda: 10**6)
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda: 10**6)
     else:
         monkeypatch.setattr(own_module, "available_memory_bytes", lambda: 10**6)
         monkeypatch.setattr(own_module, "LOOK_EVERY", 10**4)

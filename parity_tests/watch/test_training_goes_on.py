@@ -12,23 +12,23 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from lockstep.core.errors import UserError
-from lockstep.core.parity.watch import api, judge, listen
-from lockstep.core.parity.watch.api import watch
+from lockstep.core.parity.watch import checker, judge, listen, watcher
+from lockstep.core.parity.watch.api import Watcher, watch
 from lockstep.parity_tests.watch.stranger import FP32, Tagger, batches, torch_loss, train
 
 # Where an error is planted → the link that is then not judged. In each, the others still are.
 PLACES: dict[str, tuple[Any, str, str]] = {
-    "reading the step": (api, "gradients_of", "step"),
-    "listening to the optimizer": (api, "listen", "step"),
+    "reading the step": (watcher, "gradients_of", "step"),
+    "listening to the optimizer": (watcher, "listen", "step"),
     "reading in the optimizer's step": (listen, "snapshot", "update"),
-    "the reference": (api.Watcher, "_answers", "loss and gradients"),
+    "the reference": (checker.Checker, "_answers", "loss and gradients"),
     "judging gradients": (judge.Judge, "_gradient", "gradients"),
     "judging the loss": (judge, "loss_unit", "gradients"),
     "judging clipping": (judge, "clipping", "clip_coefficient"),
     "judging the update": (judge, "update", "update"),
     "judging hyperparameters": (judge, "hyperparameters", "hyperparameters"),
-    "looking at all parameters": (api, "outside", "update"),
-    "the whole check": (api.Watcher, "_finish", "step"),
+    "looking at all parameters": (checker, "outside", "update"),
+    "the whole check": (checker.Checker, "_finish", "step"),
 }
 
 
@@ -36,7 +36,7 @@ def breaks(*_: Any, **__: Any) -> Any:
     raise RuntimeError("planted")
 
 
-def trained(**settings: Any) -> tuple[api.Watcher, list[Tensor]]:
+def trained(**settings: Any) -> tuple[Watcher, list[Tensor]]:
     torch.manual_seed(5)
     model = Tagger()
     watcher = train(model, **settings)
