@@ -1,17 +1,18 @@
-"""Bound the error that a GPU's matrix units add to a product by the way they sum, and leave room for it in checks.
+"""Bound the error that the accumulators of a GPU's matrix units add to a product, and widen checks by it.
 
-A CPU adds products of narrow numbers in FP32 and rounds each sum to the nearest. A tensor core adds a step of products
-to the running sum at once and drops what lies below the sum's last bit. FP16, bf16 and TF32 have sums of 24 bits, FP8
-sums of 14 (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2); FP8 without fast accumulation moves its sums to FP32
-after 128 products. Relative to a product of K terms whose partial sums are no larger than itself, at most::
+A CPU adds products of narrow numbers in FP32 and rounds each sum to the nearest number. A tensor core adds several
+products to the running sum in one step and drops the bits below the sum's last bit. Its sums have 24 bits for FP16,
+bf16 and TF32, and 14 bits for FP8 (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2). FP8 without fast accumulation
+moves its sums to FP32 after 128 products. For a product of K terms whose partial sums are no larger than the product,
+the relative error is at most::
 
-    FP16, bf16    K/16 · 2⁻²³       each step drops less than the last bit, always towards zero
+    FP16, bf16    K/16 · 2⁻²³         a step drops less than the last bit, always towards zero
     TF32          K/8 · 2⁻²³
-    FP8, fast     2 · √(K/32) · 2⁻¹³    what steps drop had no common sign where it was measured
+    FP8, fast     2 · √(K/32) · 2⁻¹³    dropped bits had no common sign in the measurement
     FP8           2 · √4 · 2⁻¹³
 
-Measured on an H200 (docs/results/unit_sums.md), K of 128 to 32,768: 0.61 of these at most, and in the products of a
-large model 0.14 at least.
+Measured on an H200 for K of 128 to 32,768 (docs/results/unit_sums.md): errors reach at most 0.61 of these bounds, and
+at least 0.14 of them in the products of a large model.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from lockstep.core.parity.measures.verdict import Measure
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A matrix unit's running sum.
+    """The running sum of a matrix unit.
 
-    step: products that are added at once. lost: what a step drops at most, relative to the sum. promoted: products
-    after which the sum moves to FP32; 0 = never. one_sign: whether all steps err towards zero.
+    step: number of products added at once.
+    lost: the most that a step drops, relative to the sum.
+    promoted: number of products after which the sum moves to FP32; 0 = never.
+    one_sign: whether all steps err towards zero.
     """
 
     step: int
@@ -44,7 +47,7 @@ class Accumulator:
     one_sign: bool = True
 
     def error(self, terms: int) -> float:
-        """Return the most that a sum of so many products is off, relative to it."""
+        """Return the largest error of a sum of `terms` products, relative to the sum."""
         steps = min(terms, self.promoted or terms) / self.step
         return self.lost * (steps if self.one_sign else 2.0 * math.sqrt(steps))
 
@@ -54,18 +57,19 @@ ACCUMULATORS = {"fp16": NARROW, "bf16": NARROW, "tf32": Accumulator(8, 2.0**-23)
 FP8_FAST = Accumulator(32, 2.0**-13, one_sign=False)
 FP8 = replace(FP8_FAST, promoted=128)
 # A product is rounded once more at the end. An error of one roundoff changes the rounding of this share of its
-# elements: an element lies anywhere between two numbers of the format, which are one or two roundoffs apart.
+# elements, because two neighbours in the format are one or two roundoffs apart.
 FLIPS = 2.0
-# The largest element, row or column may exceed what the norm suggests by this factor: measured 3.8 in FP8, 1.9
-# otherwise.
+# The largest element, row or column may exceed the norm's estimate by this factor. Measured: 3.8 in FP8, 1.9 otherwise.
 PEAK = 4.0
 
 
 @dataclass(frozen=True)
 class OfSums:
-    """The share of a comparison's error that comes from a matrix unit's sums.
+    """The part of a comparison's error that a matrix unit's sums may cause.
 
-    error: the most of ‖c − w‖/‖t‖ that they explain. roundoff: of the format to which the product is rounded. terms: K.
+    error: largest ‖c − w‖/‖t‖ that the sums explain.
+    roundoff: roundoff of the format to which the product is rounded.
+    terms: K, the number of products in a sum.
     """
 
     error: float = 0.0
@@ -73,10 +77,11 @@ class OfSums:
     terms: int = 0
 
     def make_room(self, measures: Sequence[Measure], d: Distances) -> tuple[Measure, ...]:
-        """Return measures of a comparison whose bounds leave room for the sums' error; none that all elements may miss.
+        """Return the measures with bounds widened by the sums' error, without those whose bound then allows anything.
 
-        An error of an ulp is reached by the sums of products that stay in FP32, such as logits: at 2,048 terms 99 of
-        100 elements are other numbers than the twin's. How far they are off is held all the same.
+        An error of an ulp is possible in sums of products that stay in FP32, such as logits: with 2,048 terms, 99 of
+        100 elements differ from the twin's. So `unequal` is dropped there, and the size of the differences stays
+        bounded.
         """
         ratio = self.in_units(d)
         if not ratio:
@@ -96,7 +101,7 @@ class OfSums:
         return tuple(one for one in wider if one.name != "unequal" or one.high is None or one.high < 1)
 
     def in_units(self, d: Distances) -> float:
-        """Return the error in units of the twin's."""
+        """Return the error in units of the twin's error; 0 if the twin has none."""
         error = d.twin_relative_error
         return self.error / error if error and math.isfinite(error) else 0.0
 
@@ -105,10 +110,10 @@ NO_SUMS = OfSums()
 
 
 def of_sums(config: RunConfig, stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> OfSums:
-    """Return the part of the sums in a stage's output (role OUTPUT), or in its gradient of an input.
+    """Return the part of the sums in a stage's output (role OUTPUT), or in its gradient with respect to an input.
 
-    inputs: those of the stage by role, and `grad`, that of its output, where there is one. A CPU, FP32 and FP64 have
-    none.
+    inputs: the stage's inputs by role, and under `grad` the gradient of its output, if there is one.
+    On a CPU, and in FP32 and FP64, there is no such part.
     """
     kind = KINDS[stage.kind]
     if config.device != "cuda" or not kind.rounds_operands or role == "bias":
@@ -125,9 +130,9 @@ def of_sums(config: RunConfig, stage: Operation, role: str, inputs: Mapping[str,
 
 
 def _terms(stage: Operation, role: str, inputs: Mapping[str, np.ndarray]) -> int:
-    """Return the number of products that one number sums."""
+    """Return the number of products in one sum."""
     x = inputs[next(iter(stage.reads))]
-    if not stage.params:  # attention sums scores over a head's numbers, its output and gradients over positions
+    if not stage.params:  # attention sums scores over the head dimension, the rest over positions
         return int(max(x.shape[1], x.shape[-1]))
     if role == OUTPUT:
         return int(x.shape[-1])

@@ -1,13 +1,13 @@
 """Bounds of tensor comparisons: measured extremes of clean runs, by recipe and kind of comparison.
 
-`python -m lockstep.scripts.studies.calibrate` makes `calibrated_bounds.json`: for each recipe (precision policy, eager
-or compiled) and kind (a forward stage judged locally, NLL end to end, gradients by kind of parameter, moments, update)
-it holds the extremes over clean draws. Bounds are those extremes widened by a stated margin on the logarithm; the same
-script checks them on separate draws (docs/results/calibration.md).
+`python -m lockstep.scripts.studies.calibrate` writes `calibrated_bounds.json`. It holds the extremes of clean runs for
+each recipe (precision policy, eager or compiled) and each kind (a forward stage judged locally, NLL end to end,
+gradients by kind of parameter, moments, update). A bound is such an extreme, widened by a stated margin on its
+logarithm. The same script checks the bounds on separate runs (docs/results/calibration.md).
 
-A ratio of norms over few numbers scatters more: the logarithm of the ratio of two norms of n independent errors has a
-standard deviation of order 1/√n, and the cosine between an error and the truth is of order 1/√n too. Extremes are
-therefore kept, and bounds given, in units of `scatter(n)`.
+A ratio of norms over few numbers scatters more. The logarithm of the ratio of two norms of n independent errors has a
+standard deviation of order 1/√n. The cosine between an error and the truth is of order 1/√n too. Extremes are therefore
+stored, and bounds given, in units of `scatter(n)`.
 """
 
 from __future__ import annotations
@@ -45,35 +45,37 @@ from lockstep.core.parity.reference.stages import (
     rounds_operands,
 )
 
-# Bounds are the calibration's extremes times this factor (on log-excess, distance and gain). End to end, one early
-# rounding that differs moves many numbers together, and tails are heavier than a count of numbers implies; small
-# effects are found locally.
+# Bounds are the calibration's extremes times this factor (for log-excess, distance and gain). End to end the factor is
+# larger: one early rounding that differs changes many numbers together, so the tails are heavier than the count of
+# numbers implies. Small effects are found by local comparisons.
 MARGIN, MARGIN_END_TO_END = 2.0, 5.0
-# No bound is narrower than this. A result that is rounded to a narrow operand dtype is reproduced except for the few
-# elements at a tie, which other libraries' sums move. A result in FP32 differs by the order of its sums, which no
-# policy declares: a sequential sum of n terms is off by √n, a sum in blocks by less, and the ratio of two honest ones
-# reaches this. At 3e-7, a factor of a few is not a fault.
+# No bound is narrower than this. A result rounded to a narrow operand dtype has the twin's bits except in the few
+# elements at a tie, which another order of summation changes. A result in FP32 differs by the order of its sums, which
+# no policy declares: the error of a sequential sum of n terms grows as √n, that of a sum in blocks grows less, and the
+# ratio of two such errors reaches this value. At 3e-7, a factor of a few is not a fault.
 LEAST_EXCESS, LEAST_DISTANCE, LEAST_GAIN = 1.15, 0.6, 0.1
 LEAST_OF_SUMS = 4.0
-# Another order of sums changes the noise that core/parity/measures/compare.py measures by up to this factor.
+# Another order of summation changes the noise that core/parity/measures/compare.py measures by up to this factor.
 NOISE_MARGIN = 4.0
-# A mean over all gradients, or over the NLL of all tokens, scatters a tenth as much as one tensor; a mean over a run's
-# checks, a third of that. Clean runs of bf16 reached 1.11 and 1.03, other libraries' code 1.08 in one check.
+# A mean over all gradients, or over the NLL of all tokens, scatters a tenth as much as one tensor. A mean over the
+# checks of a run scatters a third of that. Clean bf16 runs reached 1.11 and 1.03; other libraries' code reached 1.08 in
+# one check.
 OF_MANY = ("gradients/together", "end_to_end/forward/nll")
 # Suffix of an end-to-end kind: the mean of one tensor over all layers.
 OVER_LAYERS = "/layers"
 LEAST_OF_MANY, LEAST_OVER_CHECKS = 1.3, 1.1
-# There is no truth above FP64; two orders of summation of some thousand terms differ by about 1e-15 a step of the
-# chain.
+# There is no truth above FP64. Two orders of summation of some thousand terms differ by about 1e-15 at each stage of
+# the chain.
 FP64_LIMIT = 1e-12
-# Two libraries' FP32 results from the weights on differ by some ulp, and the ratio of such errors scatters widely. End
-# to end, a relative error below this, 80 ulp, is never reported; one above it in a gradient always is.
+# The FP32 results of two libraries from the same weights differ by some ulp, and the ratio of such errors scatters
+# widely. End to end, a relative error below this (80 ulp) is never reported. A larger one in a gradient is always
+# reported.
 FP32_LIMIT = 1e-5
 
 
 # Separator before the plan of casts in a kind of comparison.
 CAST = " with "
-# Suffix of a kind for whole steps under another plan of casts than Lockstep's own.
+# Suffix of kinds of whole-step comparisons under a plan of casts other than Lockstep's own.
 OTHER_PLAN = " under other casts"
 OF_A_STEP = ("end_to_end/", "gradients/", "bridge/")
 
@@ -82,29 +84,30 @@ OF_A_ROW = 16
 
 
 def noise_margin(terms: int) -> float:
-    """Return how much larger a sum's noise may be than the reference's, for n = `terms`: at least √(n / 2·log₂ n).
+    """Return the largest ratio of a sum's noise to the reference's, for n = `terms`: at least √(n / 2·log₂ n).
 
-    One number after the other, roundings to the size of the partial sums add up to u·√(n²/2)/√3 of a term; in pairs,
-    as libraries sum, to u·√(n·log₂ n)/√3 (Higham 1993, The accuracy of floating point summation).
+    In sequential order, roundings to the size of the partial sums add up to u·√(n²/2)/√3 of a term. In pairwise order,
+    which libraries use, they add up to u·√(n·log₂ n)/√3 (Higham 1993, The accuracy of floating point summation).
     """
     return max(NOISE_MARGIN, math.sqrt(terms / (2 * math.log2(terms)))) if terms > 1 else NOISE_MARGIN
 
 
 def independent(shape: tuple[int, ...]) -> int:
-    """Estimate how many independent errors an array of this shape carries: its size, or less for a narrow matrix.
+    """Estimate the number of independent errors in an array of this shape: its size, or less for a narrow matrix.
 
-    A gradient Σ g·xᵀ shares each error of g along a row and each of x along a column: a matrix of 8 rows scatters as a
-    tensor of some hundred numbers does, however long its rows are.
+    A gradient Σ g·xᵀ shares each error of g along a row and each error of x along a column. A matrix of 8 rows
+    therefore scatters like a tensor of a few hundred numbers, however long its rows are.
     """
     return min(math.prod(shape), OF_A_ROW * min(shape)) if len(shape) == 2 else math.prod(shape)
 
 
 def carriers(x: np.ndarray) -> int:
-    """Estimate how many independent errors carry a tensor's error, from where its norm lies; at most `independent`.
+    """Estimate the number of independent errors that dominate a tensor's error, from its energy; at most `independent`.
 
-    A token's numbers share its errors: one whose gradient outweighs all others (a small RMS before a norm, a confident
-    prediction) has them in the direction of the truth itself, and a ratio of two such errors is that of two draws.
-    Tokens count by participation ratio, (Σe)² / Σe², e their energies; in a matrix of a parameter, rows and columns do.
+    The numbers of a token share its errors. If the gradient of one token outweighs all others (a small RMS before a
+    norm, or a confident prediction), its errors lie along the truth, and a ratio of two such errors has the scatter of
+    two single draws. The number of tokens is their participation ratio (Σe)² / Σe² with e their energies. For a matrix
+    of a parameter, rows and columns are counted in the same way.
     """
     count = independent(x.shape)
     if x.ndim < 2:
@@ -120,8 +123,11 @@ def carriers(x: np.ndarray) -> int:
 
 
 def participation(energy: np.ndarray) -> int:
-    """Return how many of these non-negative numbers carry their sum: (Σe)² / Σe², their count if all are equal."""
-    # Scaled by a power of two near the largest: squares of energies of 1e160 overflow FP64.
+    """Return the participation ratio (Σe)² / Σe² of non-negative numbers: the number that dominate their sum.
+
+    If all are equal, this is their count.
+    """
+    # Scale by a power of two near the largest, because squares of energies of 1e160 overflow FP64.
     share = np.ldexp(energy, -int(np.frexp(energy.max())[1])) if energy.size else energy
     squares = float(np.square(share).sum())
     ratio = float(share.sum()) ** 2 / squares if squares else math.nan
@@ -132,9 +138,12 @@ def participation(energy: np.ndarray) -> int:
 class Extremes:
     """The extremes of clean runs: max |log excess|, max twin distance, max |gain difference| / twin's error.
 
-    Each in units of `scatter(size)`. sharp: of what norms hide. over_checks: max |mean of log excess over the checks of
-    a run|, in units of the scatter of all their numbers. None where they were not measured, and are not in force.
-    where: in words, what is not of the shipped table.
+    Each is in units of `scatter(size)`.
+    draws: number of comparisons.
+    sharp: extremes of the measures of single elements, rows and columns (peak_bounds.py).
+    over_checks: max |mean of log excess over the checks of a run|, in units of the scatter of all their numbers.
+    sharp and over_checks are None if they were not measured; then they set no bound.
+    where: the origin of values that are not in the shipped table, in words.
     """
 
     log_excess: float
@@ -147,14 +156,14 @@ class Extremes:
 
     @classmethod
     def of(cls, d: Distances, size: int) -> Extremes:
-        """Return those of one comparison of `size` numbers."""
+        """Return the extremes of one comparison of `size` numbers."""
         gain = abs(d.gain_difference) / d.twin_relative_error if d.twin_relative_error else 0.0
         width = scatter(size)
         return cls(abs(math.log(d.excess)) / width, d.twin_distance / width, gain / width, 1, Sharp.of(d, size))
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Extremes:
-        """Read a row of a table. Raises TypeError if it has other fields."""
+        """Read a row of a table. Raises TypeError for unknown or missing fields."""
         sharp = row.get("sharp")
         return cls(**{**row, "sharp": Sharp(**sharp) if sharp else None})
 
@@ -163,7 +172,7 @@ class Extremes:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
     def __or__(self, other: Extremes) -> Extremes:
-        """Return the extremes of both."""
+        """Return the larger of each pair of extremes."""
         sharp = self.sharp | other.sharp if self.sharp and other.sharp else self.sharp or other.sharp
         over_checks = max((x for x in (self.over_checks, other.over_checks) if x is not None), default=None)
         most = {name: max(getattr(self, name), getattr(other, name)) for name in ("log_excess", "distance", "gain")}
@@ -189,7 +198,7 @@ def least(recipe: str, kind: str) -> tuple[float, float]:
 
 
 def result_of(recipe: str, kind: str) -> Result:
-    """Return what is rounded of the result that a comparison is of."""
+    """Return how the result of a comparison is rounded."""
     if least(recipe, kind)[0] == LEAST_OF_SUMS:
         return "sum"
     scope, _, stage = kind.partition("/")
@@ -203,12 +212,12 @@ def result_of(recipe: str, kind: str) -> Result:
 
 
 def is_rounded_update(kind: str) -> bool:
-    """Return whether the optimizer rounds such a moment or update to less than the stream's format, in any policy."""
+    """Return whether the optimizer rounds this moment or update to fewer bits than the stream dtype, in any policy."""
     return any(kind == f"{rule.bounds}/{what}" for rule in all_rules() for what in rule.rounded)
 
 
 def is_mean(kind: str) -> bool:
-    """Return whether a comparison is that of a mean over tensors, layers or tokens."""
+    """Return whether a kind compares a mean over tensors, layers or tokens."""
     return kind in OF_MANY or kind.endswith(OVER_LAYERS)
 
 
@@ -220,20 +229,20 @@ def margin(kind: str) -> float:
 def recipe_of(config: RunConfig) -> str:
     """Return the recipe whose clean runs set the bounds.
 
-    Compiled programs round elsewhere than eager ones and have recipes of their own. So do programs on a GPU, whose
-    shipped bounds are the others', with room for its sums (accumulators.py).
+    Compiled programs round at other places than eager ones and have their own recipes. So do programs on a GPU: their
+    shipped bounds are the CPU's, widened by the error of the GPU's sums (accumulators.py).
     """
     program = "compiled" if config.compile.enabled else "eager"
     return f"{config.precision.policy}/{program}{here.ON_GPU if config.device == 'cuda' else ''}"
 
 
 def compiled(recipe: str) -> str:
-    """Return the recipe of the same policy whose programs a compiler makes."""
+    """Return the recipe of the same policy for compiled programs."""
     return f"{policy_of(recipe).name}/compiled{_where(recipe)}"
 
 
 def policy_of(recipe: str) -> PrecisionPolicy:
-    """Return the precision policy of a recipe. Raises UserError for one that does not exist."""
+    """Return the precision policy of a recipe. Raises UserError if there is none."""
     try:
         return POLICIES[recipe.partition("/")[0]]
     except KeyError:
@@ -241,7 +250,7 @@ def policy_of(recipe: str) -> PrecisionPolicy:
 
 
 def gradient_kind(model: ModelConfig, parameter: str) -> str:
-    """Return the kind of a gradient, which fixes its bounds: its parameter group, with queries and keys apart."""
+    """Return the kind of a gradient, which sets its bounds: its parameter group, with queries and keys as a group."""
     graph = graph_of(model)
     if parameter in graph.into_scores:
         return "gradients/qk"
@@ -250,9 +259,9 @@ def gradient_kind(model: ModelConfig, parameter: str) -> str:
 
 
 def local_kind(config: RunConfig, stage: Operation, role: str | None = None) -> str:
-    """Name the kind of a stage's output from its own inputs, or of the gradient that it sends back to input `role`.
+    """Name the kind of a stage's output from its own inputs, or of its gradient with respect to input `role`.
 
-    Where the plan of casts rounds that result, its choice stands behind `CAST`.
+    If the plan of casts rounds this result, the name ends with `CAST` and the plan's choice.
     """
     kind = f"forward/{stage.id}" if role is None else f"backward/{stage.id}/{role}"
     choice = config.precision.plan.option(stage.kind, role or OUTPUT)
@@ -260,17 +269,23 @@ def local_kind(config: RunConfig, stage: Operation, role: str | None = None) -> 
 
 
 def tap_kind(stage: str, phase: str) -> str:
-    """Name the kind of a tap's value or gradient end to end; a library's head has the kind `nll`, as Lockstep's own."""
+    """Name the kind of a tap's value or gradient end to end.
+
+    A library's loss head has the same kind as Lockstep's: `nll`.
+    """
     return f"end_to_end/{phase}/{'nll' if is_library_head(stage) else stage}"
 
 
 def bridge_kind(model: ModelConfig, parameter: str) -> str:
-    """Name the kind of a parameter's gradient from the training program against the one from the tapped program."""
+    """Name the kind of a comparison of a parameter's gradients in the training program and in the tapped program."""
     return f"bridge/{gradient_kind(model, parameter).removeprefix('gradients/')}"
 
 
 def under_plan(config: RunConfig, kind: str) -> str:
-    """Name the kind under the run's plan of casts: whole steps have bounds of their own under other plans."""
+    """Name the kind under the run's plan of casts.
+
+    Comparisons of whole steps have separate bounds under other plans.
+    """
     other = kind.startswith(OF_A_STEP) and config.precision.plan != LOCKSTEP
     return f"{kind}{OTHER_PLAN}" if other else kind
 
@@ -281,13 +296,13 @@ def under_own_plan(kind: str) -> str:
 
 
 def update_kind(config: RunConfig, parameter: str, what: str) -> str:
-    """Name the kind of a moment or `update`, with the parameter's update rule where that has bounds of its own."""
+    """Name the kind of a moment or of `update`, with the parameter's update rule if the rule has separate bounds."""
     rule = update_rules(config)[parameter]
     return f"{rule.bounds}/{rule.variant(what, config.optim)}" if rule.bounds else what
 
 
 def all_kinds(config: RunConfig) -> set[str]:
-    """Return every kind of comparison that a check of a run makes against calibrated bounds."""
+    """Return every kind of comparison with calibrated bounds that a check of a run makes."""
     kinds = {"gradients/together"}
     for name, rule in update_rules(config).items():
         kinds |= {gradient_kind(config.model, name), bridge_kind(config.model, name)}
@@ -303,13 +318,13 @@ TABLE = resources.files("lockstep.core.parity.measures").joinpath("calibrated_bo
 
 @cache
 def table() -> dict[str, dict[str, Extremes]]:
-    """Return recipe → kind → extremes: those that are shipped, joined with what was measured on this machine."""
+    """Return recipe → kind → extremes: the shipped ones, joined with those measured on this machine."""
     every = {f"{recipe}{where}": rows for where in ("", here.ON_GPU) for recipe, rows in shipped().items()}
     return {recipe: with_those_here(rows, here.read(recipe)) for recipe, rows in every.items()}
 
 
 def shipped() -> dict[str, dict[str, Extremes]]:
-    """Read recipe → kind → extremes from calibrated_bounds.json; a policy's may be those of another (`bounds_of`)."""
+    """Read recipe → kind → extremes from calibrated_bounds.json. A policy may use another policy's (`bounds_of`)."""
     raw: dict[str, Any] = json.loads(TABLE.read_text())
     found = {
         recipe: {kind: Extremes.from_json(row) for kind, row in kinds.items()}
@@ -322,7 +337,7 @@ def shipped() -> dict[str, dict[str, Extremes]]:
 
 
 def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> dict[str, Extremes]:
-    """Join a recipe's extremes with those of this machine: a few checks here never make a bound narrower."""
+    """Join a recipe's extremes with those of this machine. Measurements on this machine never narrow a bound."""
     if measured is None:
         return rows
     joined = dict(rows)
@@ -334,7 +349,7 @@ def with_those_here(rows: dict[str, Extremes], measured: here.Here | None) -> di
 
 
 def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
-    """List, in words, the extremes that are larger with what was measured here than those that are shipped."""
+    """List, in words, the extremes that grow when the measurements of this machine are joined with the shipped ones."""
     rows = shipped()[recipe.removesuffix(here.ON_GPU)]
     joined = with_those_here(rows, measured)
     found = []
@@ -349,9 +364,10 @@ def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
 
 
 def require(config: RunConfig) -> None:
-    """Raise UserError unless clean runs of its recipe were measured: before anything starts.
+    """Raise UserError unless clean runs of the run's recipe were measured. Called before anything starts.
 
-    In every kind of comparison that its optimizer and its loss head may need. FP64 needs none: its bound is absolute.
+    They are needed for every kind of comparison of the run's optimizer and loss head. FP64 needs none, because its
+    bound is absolute.
     """
     if config.precision.exact:
         return
@@ -359,7 +375,7 @@ def require(config: RunConfig) -> None:
     for rule in update_rules(config).values() if config.device == "cuda" else ():
         if rule.no_twin_on_cuda:
             raise UserError(rule.no_twin_on_cuda)
-    # Two blocks, one with a window and one without, contain every stage.
+    # A model of two blocks contains every stage: one block has a window and one has none.
     biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
     of_all = config.model.model_copy(update={"layers": 2, "tied": False, **biases})
     kinds = all_kinds(config.model_copy(update={"model": of_all}))
@@ -378,8 +394,8 @@ def require(config: RunConfig) -> None:
 def measured_under(recipe: str, kind: str) -> str:
     """Return the recipe whose clean runs measure a kind.
 
-    Muon and 8-bit AdamW compute in FP32 under every policy. A library's head is no part of a compiled program. FP8
-    leaves it in bf16, and with it attention and the results that a plan of casts rounds.
+    Muon and 8-bit AdamW compute in FP32 under every policy. A library's loss head is not part of the compiled program.
+    FP8 leaves the head, attention, and the results that a plan of casts rounds in bf16.
     """
     operand = policy_of(recipe).operand
     if operand in NARROW and (CAST in kind or _of_attention(kind)):
@@ -399,7 +415,7 @@ def _of_attention(kind: str) -> bool:
 
 
 def of_library(kind: str) -> bool:
-    """Return whether a kind of comparison is that of a library's loss head."""
+    """Return whether a kind compares a library's loss head."""
     return is_library_head(kind.partition("/")[2].partition("/")[0])
 
 
@@ -420,7 +436,7 @@ def limits(recipe: str, kind: str, size: int) -> Limits:
     distance = min(max(wider * clean.distance, least_distance), _sharper_distance(recipe, kind, clean))
     return Limits(
         excess=max(_widened(clean.log_excess, kind), least_excess) ** width,
-        # An error in a random direction has a part along the truth: allow half the bound on the distance for it.
+        # An error in a random direction has a component along the truth. Allow half the bound on the distance for it.
         gain=width * max(wider * clean.gain, _least_gain(distance), distance / 2 if margin(kind) == MARGIN else 0.0),
         distance=width * distance,
     )
@@ -433,7 +449,10 @@ def _sharper_distance(recipe: str, kind: str, clean: Extremes) -> float:
 
 
 def _least_gain(distance: float) -> float:
-    """Return the narrowest gain bound: an error within half the distance bound can have no larger part along t."""
+    """Return the narrowest gain bound.
+
+    An error within half the distance bound has no larger component along the truth.
+    """
     return min(LEAST_GAIN, distance / 2)
 
 
@@ -446,17 +465,18 @@ def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
 
 
 def too_good(recipe: str, kind: str) -> bool:
-    """Return whether less error than the twin's is news in this comparison: a narrower format that is not in force.
+    """Return whether an error far below the twin's is a fault: the declared narrow format is not in force.
 
-    Nobody is accused of summing FP32 better than the twin, nor of a gradient that comes out exact where it is the
-    remainder of a cancellation end to end; all gradients together tell as much.
+    It is none in FP32, where another order of summation may be more accurate than the twin's. It is none for a single
+    gradient end to end, because a gradient that is the remainder of a cancellation may happen to be exact. The
+    comparison of all gradients together still detects the fault.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
     return is_rounded_update(kind) or (not policy_of(recipe).in_fp32 and not single)
 
 
 def _widened(log_excess: float, kind: str) -> float:
-    """Widen an extreme of the excess by its margin: a power, or a multiple where one tensor is large end to end."""
+    """Widen an extreme of the excess by its margin: a multiple for single tensors end to end, a power otherwise."""
     reached = math.exp(log_excess)
     return reached * MARGIN_END_TO_END if _is_multiple(kind) else reached**MARGIN
 
@@ -466,7 +486,10 @@ def _is_multiple(kind: str) -> bool:
 
 
 def mean_over_checks(recipe: str, kind: str, excess: float, size: int, checks: int) -> Measure | None:
-    """Bound the geometric mean of a kind's excess over checks of `size` numbers in all; None if not calibrated."""
+    """Bound the geometric mean of a kind's excess over several checks. Returns None if it is not calibrated.
+
+    size: count of numbers in all checks together.
+    """
     reached = extremes_of(recipe, kind).over_checks
     if reached is None or not policy_of(recipe).rounds:
         return None
@@ -485,8 +508,8 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
         raise _not_measured(f"{recipe} ({kind})") from None
     product, cast, _ = kind.partition(CAST)
     if cast and rounds_operands(product.split("/")[1]) and result_of(recipe, product) == "rounded":
-        # Clean runs under any plan measure a product's own roundings. Clean runs under this plan measure how many
-        # elements its rounding makes equal.
+        # Clean runs under any plan measure the product's own roundings. Clean runs under this plan measure the share of
+        # elements that its rounding makes equal.
         joined = found | extremes_of(recipe, product)
         sharp = joined.sharp and found.sharp and replace(joined.sharp, unequal=found.sharp.unequal)
         return replace(joined, sharp=sharp)
@@ -494,7 +517,7 @@ def extremes_of(recipe: str, kind: str) -> Extremes:
 
 
 def _under_its_plan(rows: Mapping[str, Extremes], kind: str) -> Extremes:
-    """Return bounds of `kind` joined with those of Lockstep's own plan, where another plan of casts was measured."""
+    """Return bounds of `kind` joined with those of Lockstep's own plan, if another plan of casts was measured."""
     own = rows[under_own_plan(kind)]
     return own | rows[kind] if kind != under_own_plan(kind) and kind in rows else own
 
@@ -532,12 +555,12 @@ def measures(recipe: str, kind: str, d: Distances, size: int) -> tuple[Measure, 
     if clean.sharp is not None and sharper < max(wider * clean.distance, least_distance):
         times = f"×{peak_bounds.REACH:.2g}"
         distance_basis = why(clean.sharp.distance, sharper, peak_bounds.LEAST[result_of(recipe, kind)].distance, times)
-    # Between two FP32 programs, the relative error is the bound. Below: the distance, and its part along the truth,
-    # that elements at a tie alone can cause.
+    # The distance, and its component along the truth, that a few elements at a tie can cause.
     ties = peak_bounds.distance_of_ties(result_of(recipe, kind), d) if clean.sharp else 0.0
     if ties > limit.distance:
         limit = replace(limit, distance=ties, gain=max(limit.gain, ties))
         distance_basis = f"at most {FEW} elements, each within a rounding at a tie"
+    # Between two FP32 programs, the bound is a relative error of FP32_LIMIT, and single elements have none.
     held = clean.sharp if not (kind.startswith("bridge/") and policy_of(recipe).in_fp32) else None
     sharp = tuple(peak_bounds.measures(held, result_of(recipe, kind), d, size, wider)) if held else ()
     if kind.startswith("bridge/"):

@@ -1,4 +1,4 @@
-"""A comparison as a finding: exact, by distances of full arrays, or by distances of their sketches."""
+"""Compare tensors and build findings: exactly, by distances of full arrays, or by distances of their sketches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.core.parity.measures.verdict import Finding, Measure, Scope
 from lockstep.core.parity.reference.stages import chain
 from lockstep.core.run.ranks import ONE, Ranks
 
-# Two orders of a few FP32 additions, or an addition to zero, differ by no more than this.
+# Largest difference in ulp between two orders of a few FP32 additions.
 FEW_ULPS = 16.0
 
 
@@ -38,14 +38,15 @@ FEW_ULPS = 16.0
 class Reference:
     """The two sessions of a reference: the twin at the candidate's declared precision, the truth in FP64.
 
-    bound: (recipe, kind, distances, numbers) → measures with their bounds; calibration puts a recorder here.
-    open_plain: opens the reference in the stream dtype throughout, nothing rounded to a narrower one; the twin serves
-    where there is no such difference.
-    over_steps: sums of local comparisons over the checks of a run, or None where they have no bounds.
-    known: numbers that the judged step knows, for the decoder (core/parity/measures/decode.py).
-    not_asked: what could not be asked of the reference itself (core/parity/reference/self_check.py).
-    ranks: who hears its verdicts. Rank 0 has the sessions; on the others twin and truth are `NoSession`.
-    threads: whether two threads may ask them at once.
+    bound: function (recipe, kind, distances, count of numbers) → measures with their bounds. Calibration replaces it by
+    a recorder.
+    open_plain: opens the reference with the stream dtype throughout, so that nothing is rounded to a narrower one. None
+    if the twin already computes so.
+    over_steps: sums of local comparisons over the checks of a run; None if they have no bounds.
+    known: numbers of the judged step, for the decoder (core/parity/measures/decode.py).
+    not_asked: checks of the reference itself that were not possible (core/parity/reference/self_check.py).
+    ranks: ranks that receive the verdicts. Rank 0 has the sessions; on the others twin and truth are `NoSession`.
+    threads: two threads may call the sessions at once.
     """
 
     config: RunConfig
@@ -61,10 +62,10 @@ class Reference:
 
     @classmethod
     def open(cls, backend: Backend, config: RunConfig) -> Reference:
-        """Open both sessions of `backend`, uncompiled and of one rank; under fp64 the truth is the twin.
+        """Open both sessions of `backend`, uncompiled and on one rank. Under fp64 the truth is also the twin.
 
-        Where ranks sum their gradients in a narrow format, the twin rounds as they do. Among several
-        ranks (`JudgeOfRanks`) rank 0 opens them.
+        If ranks sum their gradients in a narrow format, the twin rounds as they do. With several ranks
+        (`JudgeOfRanks`), rank 0 opens the sessions.
         """
         if not isinstance(backend, JudgeOfRanks):
             return cls._opened(backend, config)
@@ -80,7 +81,7 @@ class Reference:
     @classmethod
     def _opened(cls, backend: Backend, config: RunConfig) -> Reference:
         plain, twin = _plain(config), _twin(backend, config)
-        # With a budget of memory, work runs one task at a time.
+        # With a memory budget, tasks run one at a time.
         threads = _serves_threads(backend) and not config.parity.memory_gb
         if config.precision.exact:
             return cls(config, twin, twin, threads=threads)
@@ -91,16 +92,16 @@ class Reference:
         return cls(config, twin, truth, open_plain=cache(lambda: backend.open(in_stream)), threads=threads)
 
     def with_twin_of(self, backend: Backend, config: RunConfig) -> Reference:
-        """Open the twin of a configuration with other casts, beside the same truth; the caller closes it."""
+        """Open the twin of a configuration with other casts and keep the truth. The caller closes the new twin."""
         return replace(self, config=config, twin=_twin(backend, config))
 
     def over_a_run(self) -> Reference:
-        """Return the same sessions with new sums of their own: for the checks of one run in their order."""
+        """Return the same sessions with new sums over steps, for the checks of one run in their order."""
         return self if self.truth is self.twin else replace(self, over_steps=OverSteps(self.recipe))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Twin and truth, or the one that is both."""
+        """Twin and truth, or the one session that is both."""
         return (self.twin,) if self.truth is self.twin else (self.twin, self.truth)
 
     @property
@@ -111,14 +112,14 @@ class Reference:
     def measures(self, kind: str, d: Distances, size: int, sums: OfSums = NO_SUMS) -> tuple[Measure, ...]:
         """Return the measures of a comparison of `size` numbers, with the bounds of this recipe and plan of casts.
 
-        sums: how the order of the matrix unit's sums enters the bounds.
+        sums: error of the matrix unit's sums, by which bounds are widened.
         """
         found = self.bound(self.recipe, calibrated_bounds.under_plan(self.config, kind), d, size)
         return sums.make_room(found, d)
 
     @property
     def stream(self) -> type[np.floating]:
-        """The dtype of everything but matrix operands: its ulp is the floor of every ratio."""
+        """The dtype of all tensors but matrix operands. Its ulp is the lower limit of every denominator."""
         return np.float64 if self.config.precision.exact else np.float32
 
     def close(self) -> None:
@@ -135,26 +136,26 @@ def _serves_threads(backend: Backend) -> bool:
 
 
 class NoSession:
-    """A stand-in for the reference's session, on ranks that only receive its verdict."""
+    """A placeholder for the reference's session, on ranks that only receive its verdict."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing."""
 
 
 class JudgeOfRanks:
-    """A reference that judges on rank 0 for all ranks; `backend` is None on the others, which need not have it."""
+    """A reference that judges on rank 0 for all ranks. `backend` is None on the other ranks, which may lack it."""
 
     def __init__(self, backend: Backend | None, ranks: Ranks) -> None:
         self.ranks, self._backend = ranks, backend
         self.name = backend.name if backend else ""
 
     def open(self, config: RunConfig) -> Session:
-        """Open the backend's session; rank 0 calls it."""
+        """Open the backend's session. Called on rank 0 only."""
         assert self._backend is not None
         return self._backend.open(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Describe the backend; rank 0 calls it."""
+        """Describe the backend. Called on rank 0 only."""
         assert self._backend is not None
         return self._backend.describe(config)
 
@@ -166,7 +167,10 @@ def _twin(backend: Backend, config: RunConfig) -> Session:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """Drop what changes how a run is computed, not what: ranks, compilation and recomputation."""
+    """Return the configuration without ranks, compilation and recomputation.
+
+    These do not change the result in exact arithmetic.
+    """
     changed = {"compile": CompileConfig(enabled=False), "recompute": RecomputeConfig()}
     return config.model_copy(update=changed | {"train": config.train.model_copy(update={"ranks": 1})})
 
@@ -181,23 +185,25 @@ def finding(
     note: str = "",
     phase: str | None = None,
 ) -> Finding:
-    """Build a finding with its tap's layer, and its stage's first phase unless another is given."""
+    """Build a finding. Its layer is the tap's, and its phase is the stage's first one unless `phase` is given."""
     return Finding(stage, tap, phase or chain().phases[stage], layer_of(tap), scope, measures, size, unequal, note)
 
 
 def exact(
     stage: str, tap: str, mismatches: int, size: int, basis: str, note: str = "", phase: str | None = None
 ) -> Finding:
-    """Build the finding of a comparison in which nothing may differ."""
+    """Build the finding of a comparison in which nothing may differ. mismatches: how many of `size` items differ."""
     found = Measure("mismatches", float(mismatches), None, 0.0, basis)
     return finding(stage, tap, "local", (found,), size, note=note, phase=phase)
 
 
 class Comparison:
-    """A comparison of whole tensors, to which parts of candidate, twin and truth are added in order.
+    """A comparison of whole tensors, whose parts are added in order.
 
-    stage, kind, tap, scope, phase, note: of the finding. shape: of the whole. layer: the finding's, by default that of
-    the tap. sums: of the matrix unit whose product it is.
+    stage, kind, tap, scope, phase, note: those of the finding.
+    shape: shape of the whole tensor.
+    layer: layer of the finding; by default the tap's.
+    sums: error of the matrix unit's sums, if the tensor is a product.
     """
 
     def __init__(
@@ -216,14 +222,14 @@ class Comparison:
         self._reference, self._kind, self._shape, self._of_sums = reference, kind, shape, sums
         self._size = calibrated_bounds.independent(shape)
         self._empty = finding(stage, tap, scope, (), math.prod(shape), None, note, phase)
-        if layer is not ...:  # a gradient belongs to the stage that sends it back, not to the stage that wrote the tap
+        if layer is not ...:  # a gradient belongs to the stage that computes it, not to the stage that wrote the tap
             self._empty = replace(self._empty, layer=layer)
         self._sums = Sums(shape)
         over_a_run = reference.over_steps is not None and scope == "local"
         self._sketches = [np.zeros(K), np.zeros(K), np.zeros(K)] if over_a_run else None
 
     def add(self, c: np.ndarray, w: np.ndarray, t: np.ndarray) -> None:
-        """Add the elements that follow those that were added, of one shape for all three."""
+        """Add the next elements of candidate, twin and truth, in row-major order. The arrays have one shape."""
         c, w, t = c.reshape(-1), w.reshape(-1), t.reshape(-1)
         for where in stretches(c.size):
             at, sides = self._sums.size, (c[where], w[where], t[where])
@@ -237,11 +243,12 @@ class Comparison:
                     apart += sketch(candidate - twin, at)
 
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
-        """Compare what was added with its bounds.
+        """Compare the added elements with the bounds.
 
-        noise: gives the norms of what the stream dtype's arithmetic alone makes of this result. It is computed before
-        an accusation: where a result is what is left of a cancellation, one twin's error does not predict another's. So
-        is how many errors carry the twin's norm. A fault has no part in either.
+        noise: returns the norms of the error that arithmetic in the stream dtype alone causes in this result. It is
+        called before an alarm. If a result is the remainder of a cancellation, the error of one twin does not predict
+        that of another. The number of errors that dominate the twin's norm is then computed too. A fault affects
+        neither.
         """
         reference, size, stream = self._reference, self._size, self._reference.stream
         d = self._sums.distances(stream)
@@ -263,10 +270,10 @@ class Comparison:
 
 
 class NoiseOf(Protocol):
-    """A function that returns norms of the noise in a result."""
+    """A function that returns norms of the rounding noise in a result."""
 
     def __call__(self, *, tokens: np.ndarray | None = None) -> Norms:
-        """Return those of the whole result, or of some tokens, which are numbered over its first two axes."""
+        """Return norms for the whole result, or for some tokens, which are numbered over its first two axes."""
 
 
 def compare(
@@ -284,10 +291,11 @@ def compare(
     layer: int | EllipsisType | None = ...,
     sums: OfSums = NO_SUMS,
 ) -> Finding:
-    """Compare candidate, twin and truth, full arrays of one shape; see `Comparison`.
+    """Compare candidate, twin and truth, full arrays of one shape. Arguments as in `Comparison`.
 
-    Before an accusation each token counts once. A run of one letter gives all its tokens the same numbers, and one
-    element at a tie is then one error, however often the letter comes.
+    noise: as in `Comparison.finding`. Before an alarm the comparison is repeated with each distinct token once. A text
+    of one repeated letter gives all its tokens the same numbers, so one element at a tie is a single error, however
+    often the letter occurs.
     """
     if c.shape != t.shape:
         return exact(stage, tap, 1, t.size, "shapes must be equal", f"candidate {c.shape}, reference {t.shape}", phase)
@@ -308,8 +316,8 @@ def compare(
 def tokens_once(c: np.ndarray, w: np.ndarray) -> np.ndarray | None:
     """Return the numbers of the tokens that do not repeat an earlier one; None if none repeats.
 
-    A token repeats another if its row has the same bits in c, and in w. c, w: arrays of one shape, whose first two axes
-    are sequences and positions; tokens are numbered over both. An array of two axes has no tokens: None.
+    c, w: arrays of one shape. Their first two axes are sequences and positions, and tokens are numbered over both.
+    A token repeats another if its row has the same bits in c, and in w. An array of two axes has no tokens: None.
     """
     if c.ndim < 3:
         return None
@@ -338,9 +346,9 @@ def compare_observed(
     phase: str | None = None,
     most: int = K,
 ) -> Finding:
-    """Compare one tensor end to end, from what is kept of each side: a sketch of 1,021 numbers.
+    """Compare one tensor end to end, from sketches of 1,021 numbers.
 
-    most: the largest number of independent errors that it can carry, where that is known.
+    most: upper limit on the number of independent errors in the tensor.
     """
     if c.size != t.size:
         return exact(stage, tap, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}", phase)
@@ -365,9 +373,10 @@ def compare_cancelled(
 ) -> Finding:
     """Compare a bias's gradient that is 0 in exact arithmetic (`cancelled` of core/model/names.py).
 
-    Its values are rounding errors, of which no two implementations have the same: their size alone is held.
-    errors: the norms of the candidate's and the twin's, truth taken away. scale: the norm of what cancels, of which
-    FP64_LIMIT or FP32_LIMIT is never accused. size: numbers of the gradient.
+    Its values are rounding errors, which differ between any two implementations, so only their size is bounded.
+    errors: norms of the candidate's and of the twin's error against the truth.
+    scale: norm of the terms that cancel. An error below FP64_LIMIT or FP32_LIMIT times it is never reported.
+    size: count of numbers in the gradient.
     """
     limit = calibrated_bounds.FP64_LIMIT if reference.config.precision.exact else calibrated_bounds.FP32_LIMIT
     candidate, twin = (max(error, limit * scale) for error in errors)
@@ -388,9 +397,9 @@ def same_but_for_rounding(
     phase: str | None = None,
     cancelled: float = 1.0,
 ) -> Finding:
-    """Compare two arrays of the candidate that must be equal bit for bit, but for the order of a few additions.
+    """Compare two arrays of the candidate that may differ only by the order of a few additions.
 
-    cancelled: how much larger than the sum its parts are: by so much do their roundings weigh more.
+    cancelled: ratio of the sum's terms to the sum. Roundings of the terms weigh more by this factor.
     """
     if ours.shape != theirs.shape:
         return exact(stage, tap, 1, theirs.size, "shapes must be equal", f"{ours.shape}, {theirs.shape}", phase)
@@ -403,7 +412,7 @@ def same_but_for_rounding(
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute ‖a − b‖ / ‖b‖ in FP64; infinite if anything is not finite, or b is zero and a is not."""
+    """Compute ‖a − b‖ / ‖b‖ in FP64. Infinite if a number is not finite, or if b is zero and a is not."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     apart, scale, space = 0.0, 0.0, Space(2)
     for where in stretches(flat_b.size):
@@ -418,10 +427,11 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class Noise:
-    """The rounding noise of arithmetic in the stream dtype, by output: the larger of two responses.
+    """Rounding noise of arithmetic in the stream dtype, by output.
 
-    The twin's to inputs that are off by one rounding of the stream dtype; and the error of the reference with nothing
-    rounded to a narrower format. In a well-conditioned stage both are far below the twin's error, and nothing changes.
+    It is the larger of two responses: that of the twin to inputs changed by one rounding of the stream dtype, and the
+    error of the reference without roundings to a narrower format. In a well-conditioned stage both are far below the
+    twin's error and have no effect.
     """
 
     def __init__(self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays) -> None:
@@ -429,9 +439,10 @@ class Noise:
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
     def of(self, name: str, terms: int = 1, tokens: np.ndarray | None = None) -> Norms:
-        """Return norms of the noise in one output, or in some tokens of it, by their number over its first two axes.
+        """Return norms of the noise in one output, or in some of its tokens.
 
-        terms: of how many numbers, one after another, each of it is a sum.
+        terms: how many numbers each element sums in sequence.
+        tokens: numbers of the tokens over the first two axes; None for all.
         """
         if self._responses is None:
             moved = self._reference.twin.run_stage(self._stage, perturbed(self._inputs, self._reference.stream))
@@ -448,7 +459,7 @@ class Noise:
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
-    """Return floating inputs with every number off by up to an ulp of the stream dtype, up or down at random."""
+    """Return the inputs with each floating-point number changed at random by up to an ulp of the stream dtype."""
     rng = np.random.Generator(np.random.Philox(key=0))
     ulp = float(np.finfo(stream).eps)
 

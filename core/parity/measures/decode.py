@@ -1,21 +1,21 @@
-"""The scalar-fault decoder: direction right, length wrong by r: what is r?
+"""The scalar-fault decoder: if a tensor has the right direction and a length wrong by r, find the meaning of r.
 
-A tensor whose direction is the truth's and whose length is not was multiplied by something, and a training step knows
-only so many numbers: its accumulation steps, its clip coefficient, the tokens it counts. With candidate c and truth t::
+Such a tensor was multiplied by a factor. A training step has only few numbers that can be this factor: its accumulation
+steps, its clip coefficient, the tokens it counts. With candidate c and truth t::
 
     r = ⟨c, t⟩ / ⟨t, t⟩        residual ρ = ‖c − r·t‖ / ‖t‖        cos = r / √(r² + ρ²)
 
-**Direction right** means that what is left beside r·t is honest rounding: ρ/|r| at most the excess bound times the
-twin's relative error ε, which is cos ≥ 1/√(1 + (excess·ε)²) ≈ 1 − (excess·ε)²/2.
+**Right direction** means that the rest c − r·t is honest rounding: ρ/|r| is at most the excess bound times the twin's
+relative error ε, so cos ≥ 1/√(1 + (excess·ε)²) ≈ 1 − (excess·ε)²/2.
 
-**Measurement error of r.** The candidate's own rounding has a part along t, at most G·ε (G the gain bound in units of
-the twin's error). From sketches of K numbers r is the regression of S(c) on S(t), and only what is *not* along t
-disturbs it: a standard deviation of ρ/√K, not |r|/√K.
+**Measurement error of r.** The candidate's own rounding has a component along t of at most G·ε, with G the gain bound
+in units of the twin's error. From sketches of K numbers, r is the regression of S(c) on S(t). Only the part *not* along
+t disturbs it, with a standard deviation of ρ/√K, not |r|/√K.
 
-**Chance of a false match.** A ratio drawn log-uniformly from [low, high] falls within a relative tolerance τ of one
-of M values with probability at most 2·M·τ / ln(high/low); `chance_of_a_match` gives the exact measure. With the 34
-numbers of a small step (M = 116 with their inverses and the powers of two) over six decades: 1.1 % at τ = 1e-3 and
-1.1e-4 at 1e-5, bounds 1.7 % and 1.7e-4; 20,000 draws agree.
+**Chance of a false match.** A ratio drawn log-uniformly from [low, high] is within a relative tolerance τ of one of M
+values with a probability of at most 2·M·τ / ln(high/low). `chance_of_a_match` computes the exact probability. For the
+34 numbers of a small step (M = 116 with their inverses and the powers of two) over six decades it is 1.1 % at τ = 1e-3
+and 1.1e-4 at 1e-5; the bounds are 1.7 % and 1.7e-4. 20,000 random draws agree.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from lockstep.core.model.names import parameter_shapes
 from lockstep.core.parity.measures.distances import FLOOR_ULPS
 from lockstep.core.train.schedule import learning_rate
 
-# A loss scale is a power of two from 2^8 to 2^24 (torch.amp.GradScaler begins at 2^16); other powers reach 2^24 too.
+# A loss scale is a power of two from 2^8 to 2^24 (torch.amp.GradScaler begins at 2^16). Other powers of two are tried
+# up to 2^24.
 SCALES, LARGEST = range(8, 25), 24
 # The tolerance of r, in standard deviations of the sketch's sampling error.
 CONFIDENCE = 6.0
-# With fewer ratios, a median means little. NORMAL · median deviation is the standard deviation of normal numbers.
+# A median of fewer ratios has little meaning. NORMAL · median deviation is the standard deviation of normal numbers.
 FEW, NORMAL = 5, 1.4826
-# Counts that a program may get wrong if micro-batches differ, and the allowed probability of a false name.
+# Counts that a program may get wrong if micro-batches differ, and the allowed probability of a false match.
 COUNTS = ("the world size", "the accumulation steps", "world size × accumulation steps")
 CHANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Direction:
-    """The angle and the length of a candidate, relative to the truth.
+    """The angle and length of a candidate relative to the truth.
 
-    cosine: of the angle between them, 0 if one of them is zero. ratio: r. residual: ‖c − r·t‖ / ‖t‖.
-    uncertainty: standard deviation of `ratio` from sketching; 0 from whole arrays.
+    cosine: cosine of the angle between them; 0 if one of them is zero.
+    ratio: r.
+    residual: ‖c − r·t‖ / ‖t‖.
+    uncertainty: standard deviation of `ratio` from sketching; 0 for whole arrays.
     """
 
     cosine: float
@@ -59,7 +62,7 @@ class Direction:
 
     @classmethod
     def of(cls, ratio: float, residual: float, sketched: int = 0) -> Direction:
-        """Build from r and ‖c − r·t‖ / ‖t‖. sketched: size of the sketches that they come from, 0 for whole arrays."""
+        """Build from r and ‖c − r·t‖ / ‖t‖. sketched: size of the sketches they come from, 0 for whole arrays."""
         if not math.isfinite(ratio):
             return cls(0.0, math.nan, math.nan, math.nan)
         length = math.hypot(ratio, residual)
@@ -67,22 +70,25 @@ class Direction:
         return cls(ratio / length if length else 0.0, ratio, residual, uncertainty)
 
     def right(self, twin_relative_error: float, excess_bound: float = 3.0) -> bool:
-        """Return whether only the length differs: the rest is rounding, ρ ≤ excess_bound · ε · |r|. True at c = 0."""
+        """Return whether only the length differs: ρ ≤ excess_bound · ε · |r|. True for c = 0."""
         if not math.isfinite(self.ratio) or not math.isfinite(self.residual):
             return False
         honest = excess_bound * max(twin_relative_error, FLOOR_ULPS * float(np.finfo(np.float32).eps))
         return self.residual <= honest * abs(self.ratio)
 
     def tolerance(self, twin_relative_error: float, gain_bound: float = 1.0) -> float:
-        """Return relative error of r: G·ε of rounding and 6 standard deviations of the sketch; infinite at r = 0."""
+        """Return the relative error of r: G·ε of rounding, and 6 standard deviations of the sketch.
+
+        Infinite at r = 0.
+        """
         rounding = max(gain_bound * twin_relative_error, FLOOR_ULPS * float(np.finfo(np.float32).eps))
         return rounding + CONFIDENCE * self.uncertainty / abs(self.ratio) if self.ratio else math.inf
 
 
 def direction(c: np.ndarray, t: np.ndarray, sketched: bool = False) -> Direction:
-    """Return cosine and length ratio of candidate `c` to truth `t`: arrays of one shape, or their sketches.
+    """Return cosine and length ratio of candidate `c` to truth `t`, which are arrays of one shape, or their sketches.
 
-    A zero truth, or anything that is not finite, gives a NaN ratio. Raises ValueError if shapes differ.
+    A zero truth or a number that is not finite gives a NaN ratio. Raises ValueError if shapes differ or are empty.
     """
     if c.shape != t.shape or not c.size:
         raise ValueError(f"one shape, not empty: candidate {c.shape}, truth {t.shape}")
@@ -102,22 +108,22 @@ def explain(
     gain_bound: float = 1.0,
     excess_bound: float = 3.0,
 ) -> list[str]:
-    """Describe a wrong length in words; return nothing if the direction is wrong too, or no known number fits."""
+    """Describe a wrong length in words. Returns no words if the direction is wrong too, or if no known number fits."""
     if not found.right(twin_relative_error, excess_bound):
         return []
     return decode(found.ratio, known, found.tolerance(twin_relative_error, gain_bound))
 
 
 def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[str]:
-    """Return sentences that name `ratio`, the likeliest first; none if it is 1 or nothing fits within the tolerance.
+    """Return sentences that explain `ratio`, the likeliest first; none if it is 1 or nothing fits within the tolerance.
 
-    known: positive numbers by what they are (`known_scalars`, and in a moment or an update `scalars_of_rule`), simplest
-    first; each is tried as factor and as divisor, and so are powers of two and a flipped sign.
+    known: name → positive number (`known_scalars`, and for a moment or an update `scalars_of_rule`), the simplest
+    first. Each is tried as factor and as divisor. Powers of two and a flipped sign are tried too.
     tolerance: relative error of `ratio`.
 
-    Numbers of one value are named together: nothing distinguishes them. Among those that fit, order is by
-    ½·(3·deviation/tolerance)², the tolerance taken for three standard deviations, plus the place among `known`, from 0
-    to 1: what fits about equally well is ordered by simplicity.
+    Numbers of equal value are named together, because nothing distinguishes them. The order among those that fit is by
+    ½·(3·deviation/tolerance)², which takes the tolerance as three standard deviations, plus the place among `known`,
+    from 0 to 1. So numbers that fit about equally well are ordered by simplicity.
     """
     if ratio == 0:
         return ["missing: the length is zero (×0)"]
@@ -143,10 +149,12 @@ def decode(ratio: float, known: Mapping[str, float], tolerance: float) -> list[s
 
 
 def typical_ratio(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the median of tensors' ratios to the truth, and their scatter: 1.4826 times the median deviation from it.
+    """Return the median of the tensors' ratios to the truth, and their scatter.
 
-    The factor 1.4826 makes it the standard deviation, where ratios are normal. None if there are too few of them, if
-    three times the scatter reaches 1, or if the median is nearer to 1 than √2: the least that a count makes is 2 or ½.
+    The scatter is 1.4826 times the median deviation from the median, which is the standard deviation of normal numbers.
+    Returns None if there are fewer than FEW ratios, if the median is not positive, if three times the scatter reaches
+    the median's distance from 1, or if the median is within a factor of √2 of 1. A wrong count makes a factor of at
+    least 2, or at most ½.
     """
     finite = np.asarray([ratio for ratio in ratios if math.isfinite(ratio)])
     if len(finite) < FEW:
@@ -159,11 +167,11 @@ def typical_ratio(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 
 def decode_typical(ratios: Sequence[float], known: Mapping[str, float]) -> str:
-    """Name the number of ranks or of accumulation steps by which tensors are off in the median; empty if it is none.
+    """Name the number of ranks or of accumulation steps by which tensors are wrong in the median, or nothing.
 
-    A single tensor's direction is wrong as well where micro-batches that differ are counted wrongly: their ratios
-    scatter about a count. The tolerance is the scatter. Nothing is named where a ratio that is drawn as for
-    `chance_of_a_match`, over six decades, would be given a name more often than in one of 20 cases.
+    If micro-batches differ and are counted wrongly, the direction of a single tensor is wrong as well, and the tensors'
+    ratios scatter about a count. The tolerance is this scatter. No name is given if more than one in 20 random ratios,
+    drawn as in `chance_of_a_match` over six decades, would get a name.
     """
     found = typical_ratio(ratios)
     counts = {name: known[name] for name in COUNTS if name in known}
@@ -184,9 +192,10 @@ def decode_typical(ratios: Sequence[float], known: Mapping[str, float]) -> str:
 
 
 def chance_of_a_match(known: Mapping[str, float], tolerance: float, low: float, high: float) -> float:
-    """Return the probability that `decode` names a ratio drawn log-uniformly from [low, high].
+    """Return the probability that `decode` explains a ratio drawn log-uniformly from [low, high].
 
-    The measure of the union of all [v·(1 − τ), v·(1 + τ)] on a logarithmic axis, without what counts as 1.
+    It is the length of the union of all intervals [v·(1 − τ), v·(1 + τ)] on a logarithmic axis, without the interval
+    around 1.
     """
 
     def interval(value: float) -> tuple[float, float]:
@@ -205,10 +214,11 @@ def chance_of_a_match(known: Mapping[str, float], tolerance: float, low: float, 
 
 
 def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int) -> dict[str, float]:
-    """Return numbers that a step knows and could multiply or divide by wrongly, simplest first; none is 1.
+    """Return numbers by which a step could multiply or divide wrongly, simplest first. None of them is 1.
 
-    step: number of the checked step, from 1. Ratios between steps are given as what the length becomes if the step
-    before or after is taken for this one. Those of the optimizer are not among them: `scalars_of_rule`.
+    step: number of the checked step, counted from 1.
+    A ratio to another step's number is the factor that results if the step before or after is taken for this one.
+    Numbers of the optimizer are in `scalars_of_rule`.
     """
     train, optim, model = config.train, config.optim, config.model
     weights = batch.weights.astype(np.float64)
@@ -256,9 +266,9 @@ def known_scalars(config: RunConfig, batch: Batch, record: StepRecord, step: int
 
 
 def scalars_of_rule(config: RunConfig, name: str, number: int) -> dict[str, float]:
-    """Return numbers that the rule by which a parameter moves knows, and those of no other rule; none is 1.
+    """Return the numbers of the update rule of one parameter. None of them is 1.
 
-    number: of the update, from 1; steps that were left out are not counted.
+    number: number of the update, counted from 1; skipped steps are not counted.
     """
     shape = parameter_shapes(config.model)[name]
     return _factors(update_rules(config)[name].factors(shape, config.optim, number))
@@ -269,7 +279,7 @@ def _factors(known: Mapping[str, float]) -> dict[str, float]:
 
 
 def _candidates(known: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-    """Yield (name, the ratio that it explains, × or ÷): the known as factor and as divisor, then powers of two."""
+    """Yield (name, ratio that it explains, × or ÷): each known number as factor and as divisor, then powers of two."""
     for name, value in known.items():
         if value <= 0 or not math.isfinite(value):
             raise ValueError(f"{name}: a positive number, not {value}")

@@ -1,15 +1,15 @@
 """Excess, gain and twin distance: how a candidate's error compares with that of an honest implementation.
 
-With candidate c, twin w (the reference at the candidate's declared precision) and truth t (the reference far above
-it)::
+With candidate c, twin w (the reference at the candidate's declared precision) and truth t (the reference at a far
+higher precision)::
 
-    excess          = ‖c − t‖ / ‖w − t‖          near 1 when honest; far below 1: the declared precision is not in force
-    gain difference = ⟨c, t⟩/⟨t, t⟩ − ⟨w, t⟩/⟨t, t⟩   sees errors of length that drown in quadrature
-    twin distance   = ‖c − w‖ / ‖w − t‖          small where an honest stage reproduces its twin's bits
+    excess          = ‖c − t‖ / ‖w − t‖          near 1 if honest; far below 1 if the declared precision is not in force
+    gain difference = ⟨c, t⟩/⟨t, t⟩ − ⟨w, t⟩/⟨t, t⟩   detects errors of length that are too small to change the excess
+    twin distance   = ‖c − w‖ / ‖w − t‖          small if an honest stage has its twin's bits
 
-Norms are computed in FP64. Both error norms are floored at a few ulp of the *stream* dtype, so that a stage that is
-exact on all sides (a table look-up) has excess 1 and distance 0, not 0/0. Why not of the operand dtype: a floor of a
-few bf16 ulp would swallow every bf16 fault that there is.
+Norms are computed in FP64. Both error norms have a lower limit of a few ulp of the *stream* dtype. A stage that is
+exact on all sides (a table look-up) so has excess 1 and distance 0, not 0/0. A limit of a few ulp of the operand dtype
+would hide every fault in bf16.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 from lockstep.core.parity.measures.peaks import Norms, Peaks, PeakSums
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
-# Each element of an honest FP32 stage differs from its FP64 truth by about half an ulp an operation. Below two ulp (of
-# the norm), a rounding difference between two correct implementations needs no ratio.
+# Each element of an honest FP32 stage differs from its FP64 truth by about half an ulp per operation. Errors below two
+# ulp (of the norm) are differences of rounding between two correct implementations.
 FLOOR_ULPS = 2.0
 NO_NOISE = Norms()
-# If the truth is all zeros (the gradient of an unused row), the floor is the smallest normal number.
+# The lower limit if the truth is all zeros (the gradient of an unused row): the smallest normal number.
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """The three measures, ‖c − t‖/‖t‖, the twin's (floored) ‖w − t‖/‖t‖, and the share of unequal elements.
+    """The three measures, ‖c − t‖/‖t‖, the twin's ‖w − t‖/‖t‖ with its lower limit, and the share of unequal elements.
 
-    peaks: where the error is largest; None of sketches, which do not tell one element from another.
+    peaks: the largest errors of elements, rows and columns; None for sketches, which do not resolve elements.
     """
 
     excess: float
@@ -48,11 +48,14 @@ class Distances:
 
 @dataclass
 class Sums:
-    """The sums from which the distances of three arrays follow, over as many parts of them as were added.
+    """The sums from which the distances of three arrays follow. Parts of the arrays are added in order.
 
-    shape: of the whole tensor, whose elements are added in row-major order; without it there are no peaks.
-    All are in FP64: of squares of the candidate's error c − t, of the twin's w − t, of c − w and of t; of (c − w)·t and
-    (c − t)·t; of fourth powers of w − t. unequal: elements in which c and w differ. size: elements.
+    shape: shape of the whole tensor, whose elements are added in row-major order; None computes no peaks.
+    of_candidate, of_twin, apart, power: sums of squares of c − t, w − t, c − w and t, in FP64.
+    apart_along, error_along: sums of (c − w)·t and (c − t)·t, in FP64.
+    fourth: sum of fourth powers of w − t, in FP64.
+    unequal: count of elements in which c and w differ.
+    size: count of elements.
     """
 
     shape: tuple[int, ...] | None = None
@@ -106,10 +109,10 @@ class Sums:
             self._peaks.add(apart if differ else None, squares, t)
 
     def distances(self, stream: type[np.floating], noise: Norms = NO_NOISE) -> Distances:
-        """Compute the measures. `stream` is the dtype whose ulp sets the floor.
+        """Compute the measures. stream: the dtype whose ulp sets the lower limit of error norms.
 
-        noise: norms below which errors are not distinguished, where they are known to be above the floor.
-        A value that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
+        noise: a higher lower limit, where the noise of the result is known.
+        A number that is not finite makes every measure infinite. Raises ValueError if there is nothing to compare.
         """
         if not self.size:
             raise ValueError("nothing to compare: the arrays are empty")
@@ -123,16 +126,16 @@ class Sums:
         return replace(d, peaks=self._peaks.peaks(_floor(stream), SMALLEST, noise))
 
     def effective(self) -> int:
-        """Estimate how many independent errors carry the norm of e = w − t: 3·(Σe²)² / Σe⁴, at most their number.
+        """Estimate the number of independent errors that dominate the norm of e = w − t: 3·(Σe²)² / Σe⁴.
 
-        The participation ratio, times the three of a normal distribution. Where one row of a gradient outweighs the
-        rest, its few roundings decide every ratio.
+        It is at most the count of numbers. This is the participation ratio times 3, the value for a normal
+        distribution. If one row of a gradient outweighs the rest, its few roundings decide every ratio.
         """
         ratio = self.of_twin**2 / self.fourth if self.fourth else math.nan
         return min(self.size, 3 * max(1, round(ratio))) if math.isfinite(ratio) else self.size
 
     def along_the_truth(self) -> tuple[float, float]:
-        """Return r = ⟨c, t⟩ / ⟨t, t⟩ and ‖c − r·t‖ / ‖t‖; NaN where the truth is zero or anything is not finite."""
+        """Return r = ⟨c, t⟩ / ⟨t, t⟩ and ‖c − r·t‖ / ‖t‖; NaN if the truth is zero or a number is not finite."""
         if not (self.power and math.isfinite(self.of_candidate + self.power)):
             return math.nan, math.nan
         more = self.error_along / self.power
@@ -140,14 +143,14 @@ class Sums:
 
 
 def distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray, stream: type[np.floating]) -> Distances:
-    """Compare three arrays of one shape: `Sums.distances` of all of them. Raises ValueError as `Sums` does."""
+    """Compare three whole arrays of one shape (`Sums.distances`). Raises ValueError as `Sums` does."""
     sums = Sums(truth.shape)
     sums.add(candidate, twin, truth)
     return sums.distances(stream)
 
 
 def ratios(c: np.ndarray, w: np.ndarray, t: np.ndarray, stream: type[np.floating], unequal: float) -> Distances:
-    """Compute the measures of three float64 vectors, as sketches are."""
+    """Compute the measures of three float64 vectors, which are sketches."""
     scale, of_candidate, of_twin, apart = (float(np.linalg.norm(x)) for x in (t, c - t, w - t, c - w))
     return _ratios(scale, of_candidate, of_twin, apart, float((c - w) @ t), stream, unequal, 0.0)
 

@@ -12,14 +12,14 @@ from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
 
-# Number of elements of each parameter that are compared, where not all are.
+# Number of elements of each parameter that are compared, unless all are.
 FEW = 1 << 14
 
 
 def parts_of_all(config: RunConfig, step: int) -> Mapping[str, tuple[slice, Shape]]:
-    """Return a few elements of all parameters, as `drawn_part` draws them, by name.
+    """Draw some elements of each parameter, as `drawn_part` does, by name.
 
-    Matrices that move as a whole (Muon's) are examined whole, so of those the smallest alone is.
+    A matrix that Muon updates is examined whole, so only the smallest of them is included.
     """
     shapes, rules = parameter_shapes(config.model), update_rules(config)
     whole = [name for name in shapes if rules[name].together is None]
@@ -29,11 +29,12 @@ def parts_of_all(config: RunConfig, step: int) -> Mapping[str, tuple[slice, Shap
 
 
 def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tuple[slice, Shape]:
-    """Return the elements of a parameter that are examined after `step` steps, row-major, and their shape.
+    """Draw the elements of a parameter that are examined after `step` steps. Returns their row-major slice and shape.
 
-    asked: so many elements, filled up to whole rows and to whole blocks of 8-bit codes; or "all". Which rows is drawn
-    by the run's seed and the step: whichever checks a run comes to make, no row is left out for good. A parameter that
-    moves as a whole (Muon's matrices), or is no larger, is examined whole.
+    asked: the number of elements, rounded up to whole rows and to whole blocks of 8-bit codes; or "all".
+    The rows are drawn from the run's seed and the step, so that no row is left out for good whichever steps are
+    checked. A parameter that its rule updates as a whole (Muon's matrices), or that is no larger than `asked`, is
+    examined whole.
     """
     shape, together = parameter_shapes(config.model)[name], update_rules(config)[name].together
     size = math.prod(shape)
@@ -44,7 +45,7 @@ def drawn_part(config: RunConfig, name: str, step: int, asked: int | str) -> tup
     rows = min(shape[0], -(-asked // (row * at_once)) * at_once)
     parts = -(-shape[0] // rows)
     drawn = int(np.random.Generator(np.random.Philox(key=(config.seed, step))).integers(1 << 32)) * parts >> 32
-    # The last part also starts with a block, and ends with the parameter.
+    # The last part also starts at a block, and ends with the parameter.
     first = min(drawn * rows, -(-(shape[0] - rows) // at_once) * at_once)
     rows = min(rows, shape[0] - first)
     return slice(first * row, (first + rows) * row), (rows, *shape[1:])

@@ -1,7 +1,7 @@
-"""Extremes of clean runs on this machine, kept in the user's cache folder (`lockstep calibrate`).
+"""Read and write the extremes of clean runs on this machine, in the user's cache folder (`lockstep calibrate`).
 
-A file holds those of one recipe, on one machine, with these versions of the frameworks: kernels of another processor or
-library round otherwise. It is data, and has a checksum.
+A file holds the extremes of one recipe, on one machine, with the installed versions of the frameworks. Kernels of
+another processor or library may round differently. The file is data, and has a checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json, read_sealed_json, write_sealed_json
 from lockstep.core.versions import version_of
 
-# The environment variable for the folder of these files, or `off`: only the shipped ones are used.
+# The environment variable for the folder of these files. `off` uses the shipped extremes alone.
 FOLDER = "LOCKSTEP_CALIBRATION"
 FRAMEWORKS = ("torch", "jax", "jaxlib", "numpy")
 # Suffix of a recipe whose programs run on a GPU.
@@ -32,8 +32,10 @@ ON_GPU = " on a GPU"
 class Here:
     """The measurements of one recipe on this machine.
 
-    rows: kind → a row as in calibrated_bounds.json. checks: how many. date: ISO, of the day. widened: in words, the
-    bounds that are wider than those that are shipped.
+    rows: kind → a row as in calibrated_bounds.json.
+    checks: number of checks.
+    date: ISO date of the measurement.
+    widened: the bounds that are wider than the shipped ones, in words.
     """
 
     rows: Mapping[str, Any]
@@ -43,12 +45,12 @@ class Here:
 
     @property
     def words(self) -> str:
-        """The basis of a bound."""
+        """The basis of a bound, in words."""
         return f"calibrated on this machine, {self.checks} checks, {self.date}"
 
 
 def path_of(recipe: str) -> Path | None:
-    """Return the path of a recipe's file on this machine; None if none is kept."""
+    """Return the path of a recipe's file on this machine; None if calibration files are off."""
     if (folder := _folder()) is None:
         return None
     gpu = {"gpu": gpu_name()} if recipe.endswith(ON_GPU) else {}
@@ -69,7 +71,7 @@ def _name(recipe: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what decides rounding: the processor, its instruction sets, and versions of the frameworks."""
+    """Return all that affects rounding: the processor, its instruction sets, and versions of the frameworks."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -89,7 +91,7 @@ def machine() -> dict[str, str]:
 
 @cache
 def gpu_name() -> str:
-    """Return the name of the first GPU by nvidia-smi, or nothing where it does not say."""
+    """Return the name of the first GPU from nvidia-smi, or an empty string."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -99,9 +101,9 @@ def gpu_name() -> str:
 
 
 def read(recipe: str) -> Here | None:
-    """Read what was measured of a recipe here. Raises UserError if the file was changed."""
+    """Read the measurements of a recipe on this machine, or None. Raises UserError if the file was changed."""
     folder = _folder()
-    # Most machines have no GPU, and nvidia-smi, which names it, can take a second.
+    # Most machines have no GPU, and nvidia-smi, which `path_of` runs, can take a second.
     if folder is None or next(folder.glob(f"{_name(recipe)}-*.json"), None) is None:
         return None
     path = path_of(recipe)
@@ -115,7 +117,7 @@ def read(recipe: str) -> Here | None:
 
 
 def write(recipe: str, here: Here) -> Path:
-    """Store the measurements of a recipe. Raises UserError if none are to be kept, or the disk refuses."""
+    """Store the measurements of a recipe. Raises UserError if calibration files are off, or if writing fails."""
     path = path_of(recipe)
     if path is None:
         raise UserError(f"{FOLDER} is off: there is no folder to keep a calibration in")

@@ -1,17 +1,17 @@
-"""Bounds on what norms of a whole tensor hide: single elements, rows, columns, unequal bits; from clean runs.
+"""Bounds on single elements, rows, columns and unequal bits, which the norm of a whole tensor hides.
 
-They are in force where clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). From the
-candidate's own inputs, the twin reproduces its results but for the order of FP32 sums. The floors below are the
-effects of another order, so that a machine whose kernels add otherwise keeps within them:
+They apply if clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). From the candidate's
+own inputs, the twin reproduces its results except for the order of FP32 sums. The least bounds below are the effects of
+another order, so that a machine with other kernels does not break them:
 
-* A result that is rounded to the operand dtype differs where its sum lies at a tie. One such element is a whole ulp
-  away, twice the largest error of a rounding (TIE). A share of about √K · 2⁻¹⁶ of the elements lies so near to one:
-  0.001 for 4,096 terms; the floor is ten times that. It grows with the root of the number of terms: ten times the odds
-  are those of sums a hundred times as long (ODDS).
-* A product of rounded operands that stays in FP32 differs by √K roundings of FP32 at most: 64 · 2⁻²⁴ of a sum of 4,096
-  terms, where the operands' own rounding is 2⁻⁹. The ratio is 0.002; KEPT is ten times that.
-* A result of FP32 throughout: the ratio of two honest errors reaches `LEAST_OF_SUMS`; of two largest elements, which
-  have a tail each, twice that.
+* A result rounded to the operand dtype differs if its sum lies at a tie. One such element differs by a whole ulp, twice
+  the largest error of a rounding (TIE). A share of about √K · 2⁻¹⁶ of the elements lies so near to a tie: 0.001 for
+  4,096 terms; the least bound is ten times that. The share grows with the root of the number of terms, so ten times the
+  odds allow for sums a hundred times as long (ODDS).
+* A product of rounded operands that stays in FP32 differs by at most √K roundings of FP32: 64 · 2⁻²⁴ of a sum of 4,096
+  terms. The operands' own rounding is 2⁻⁹, so the ratio is 0.002; KEPT is ten times that.
+* For a result in FP32 throughout, the ratio of two honest errors reaches `LEAST_OF_SUMS`. The ratio of two largest
+  elements, each from the tail of a distribution, reaches twice that.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ TIE = 3.0
 KEPT = 0.02
 LEAST_OF_SUMS = 4.0
 ODDS = 10.0
-# A distance is about √share: where the share is ODDS times as large, the distance is √ODDS times as long.
+# A distance is about √share. If the share is ODDS times as large, the distance is √ODDS times as large.
 REACH = 2 * math.sqrt(ODDS)
-# Standard deviations of a count; a probability of one comparison in a billion (Bernstein's inequality, with z²/n for
-# the tail of small counts).
+# Standard deviations of a count. Six correspond to a probability of one in a billion for a comparison (Bernstein's
+# inequality, with z²/n for the tail of small counts).
 DEVIATIONS = 6.0
 
 
 @dataclass(frozen=True)
 class Least:
-    """The narrowest bounds of one kind of result."""
+    """The least bounds of one kind of result."""
 
     distance: float
     largest: float
@@ -55,7 +55,7 @@ class Least:
 LEAST: dict[Result, Least] = {
     "rounded": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.01),
     "kept": Least(distance=KEPT, largest=KEPT, line=KEPT, row_gain=KEPT / 2, unequal=0.0),
-    # No policy declares the order of FP32 sums: all elements may differ.
+    # No policy declares the order of FP32 sums, so all elements may differ.
     "sum": Least(LEAST_OF_SUMS, 2 * LEAST_OF_SUMS, LEAST_OF_SUMS, LEAST_OF_SUMS / 2, unequal=1.0),
     "same": Least(distance=0.3, largest=TIE, line=0.6, row_gain=0.05, unequal=0.0),
 }
@@ -65,7 +65,7 @@ LEAST: dict[Result, Least] = {
 class Sharp:
     """Extremes of clean runs: of the twin distance, of `Peaks`, and of the share of unequal elements.
 
-    Each in units of the scatter of its numbers; the share as `share_at_least`.
+    Each is in units of the scatter of its numbers; the share is that of `share_at_least`. draws: number of comparisons.
     """
 
     distance: float
@@ -78,7 +78,7 @@ class Sharp:
 
     @classmethod
     def of(cls, d: Distances, size: int) -> Sharp | None:
-        """Return one comparison, or None of sketches."""
+        """Return the extremes of one comparison; None for sketches."""
         if (peaks := d.peaks) is None:
             return None
         return cls(
@@ -92,33 +92,36 @@ class Sharp:
         )
 
     def __or__(self, other: Sharp) -> Sharp:
-        """Return the extremes of both."""
+        """Return the larger of each pair of extremes."""
         names = ("distance", "largest", "row", "column", "row_gain", "unequal")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
         return Sharp(**most, draws=self.draws + other.draws)
 
 
 def share_at_least(share: float, size: int) -> float:
-    """Return the least true share that a sample's share allows: p − z·√(p·(1 − p)/n) − z²/n, or 0."""
+    """Return the smallest true share that is consistent with a sample's share: p − z·√(p·(1 − p)/n) − z²/n, or 0."""
     z = DEVIATIONS**2 / size
     return max(0.0, share - math.sqrt(z * share * (1 - share)) - z)
 
 
 def share_at_most(share: float, size: int) -> float:
-    """Return the largest share that a sample of `size` numbers may have of a true one: p + z·√(p·(1 − p)/n) + z²/n."""
+    """Return the largest share in a sample of n = `size` numbers for a true share p: p + z·√(p·(1 − p)/n) + z²/n."""
     z = DEVIATIONS**2 / size
     return share + math.sqrt(z * share * (1 - share)) + z
 
 
 def distance_limit(clean: Sharp, result: Result) -> float:
-    """Return the bound on a large tensor's twin distance, where it is sharper than that of `calibrated_bounds`."""
+    """Return a bound on a large tensor's twin distance.
+
+    It applies if it is narrower than that of `calibrated_bounds`.
+    """
     return max(REACH * clean.distance, LEAST[result].distance)
 
 
 def distance_of_ties(result: Result, d: Distances) -> float:
-    """Return the distance that a few elements at a tie may make, a whole ulp each; 0 where others differ as well.
+    """Return the distance that a few elements at a tie can cause, a whole ulp each; 0 if more elements differ.
 
-    One element is d.peaks.largest of the twin's largest error away, and may be TIE.
+    The largest difference of an element is d.peaks.largest in units of the twin's largest error, and TIE is allowed.
     """
     peaks = d.peaks
     if result != "rounded" or peaks is None or not peaks.largest:
@@ -128,7 +131,10 @@ def distance_of_ties(result: Result, d: Distances) -> float:
 
 
 def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: float) -> Iterator[Measure]:
-    """Yield this file's measures with their bounds, as far as `d` has them. margin: on the extremes of clean runs."""
+    """Yield the measures of this file with their bounds, if `d` has peaks.
+
+    margin: factor on the extremes of clean runs.
+    """
     if (peaks := d.peaks) is None:
         return
     least, width = LEAST[result], scatter(size)
@@ -147,14 +153,14 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
             ("column", peaks.column, clean.column, peaks.rows, peaks.at_column, peaks.columns),
         )
         for (name, value, extreme, numbers, at, count), many in zip(lines, of_many, strict=True):
-            # An element at a tie may outweigh its row and its column; it is bounded as an element.
+            # An element at a tie may dominate its row and its column. It is bounded as an element.
             value = value if many is None else many
             high, basis = bound(extreme, least.line, scatter(numbers))
             where = f"; it is number {at:,} of {count:,}, from 0" if value > high and at is not None else ""
             yield Measure(f"largest_{name}", value, None, high, basis + where)
         reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
-    # The share with ten times the odds.
+    # The share with ODDS times the odds.
     more = max(ODDS * clean.unequal / (1 + (ODDS - 1) * clean.unequal), least.unequal)
     if (at_most := share_at_most(more, size)) < 1:
         how = f"least {least.unequal:g}" if more <= least.unequal else f"the odds ×{ODDS:g}"

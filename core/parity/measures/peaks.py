@@ -1,17 +1,18 @@
-"""The largest errors of a tensor: in an element, a row, a column; and its length, by rows that are exact.
+"""The largest errors of a tensor in an element, a row and a column; and the error of its length, from its exact rows.
 
-A norm over the whole tensor hides what is wrong in a small part of it, and errors of length where a few rows, in which
-much cancels, carry all of the rounding. With candidate c, twin w and truth t, over rows r and columns s of a table::
+The norm of a whole tensor hides faults in a small part of it. It also hides errors of length if a few rows with much
+cancellation have most of the rounding error. With candidate c, twin w and truth t, over rows r and columns s of a
+table::
 
     largest    = max |c − w| / max |w − t|
     row        = max_r ‖c − w‖_r / max_r ‖w − t‖_r          column: the same over s
-    of many    = the same of rows, or columns, in which more than FEW elements of c and w are unequal
+    of many    = the same over rows, or columns, with more than FEW unequal elements of c and w
     row gain   = Σ_r ⟨c − w, t⟩_r / σ_r² / √(R · Σ_r ‖t‖_r² / σ_r²),  σ_r = ‖w − t‖_r, R rows
 
 The row gain is the generalised least-squares estimate of a common factor of length, in units of its own error (Aitken
-1935): each row weighs by how exactly the twin makes it. Every denominator has the floor of `Distances`. Where one token
-outweighs all others, the error of a row is a single number, which chance now and then brings near zero. So a second
-estimate is made with σ_r = max(‖w − t‖_r, ‖c − w‖_r), and the one that is nearer to zero counts.
+1935). The weight of a row is the inverse square of the twin's error in it. Every denominator has the lower limit of
+`Distances`. If one token outweighs all others, the error of a row is a single number, which may be near zero by chance.
+So a second estimate uses σ_r = max(‖w − t‖_r, ‖c − w‖_r), and the estimate nearer to zero is returned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import numpy as np
 
 from lockstep.core.parity.measures.stretches import Space
 
-# If no more elements of a row or column than this are unequal, all may lie at a tie, and one may outweigh the others.
+# If no more elements of a row or column than this are unequal, all of them may lie at a tie, and one may outweigh the
+# others.
 FEW = 2
 # The sums: squares of c − w, w − t and t; then (c − w)·t, by row only.
 APART, HONEST, TRUTH, ALONG = range(4)
@@ -34,9 +36,10 @@ APART, HONEST, TRUTH, ALONG = range(4)
 class Peaks:
     """The measures of this file.
 
-    rows, columns: of the table. A tensor of one axis is one row; its row, column and row gain say nothing, and are 0.
-    row_of_many, column_of_many: None where unequal elements were not counted. at_row, at_column: the number, from 0, of
-    the line in which c and w are farthest apart, of those with more than FEW unequal elements, if there are any.
+    rows, columns: size of the table. A tensor of one axis is one row, whose row, column and row gain are 0.
+    row_of_many, column_of_many: None if unequal elements were not counted.
+    at_row, at_column: number, from 0, of the row or column with the largest ‖c − w‖, among those with more than FEW
+    unequal elements if there are any.
     """
 
     largest: float
@@ -53,7 +56,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Norms:
-    """L2 norms of a tensor: of all of it, its largest element, row and column."""
+    """L2 norms of a tensor, of its largest element, of its largest row and of its largest column."""
 
     whole: float = 0.0
     largest: float = 0.0
@@ -62,7 +65,7 @@ class Norms:
 
     @classmethod
     def of(cls, x: np.ndarray) -> Norms:
-        """Return norms of one array, in FP64."""
+        """Return the norms of one array, computed in FP64."""
         table = np.square(x.reshape(table_of(x.shape)), dtype=np.float64)
         rows, columns = table.sum(1), table.sum(0)
         powers = rows.sum(), table.max(initial=0.0), rows.max(initial=0.0), columns.max(initial=0.0)
@@ -70,17 +73,17 @@ class Norms:
 
     @classmethod
     def anywhere(cls, whole: float) -> Norms:
-        """Return norms of a tensor of which only its own is known: all of it may lie in one element."""
+        """Return upper bounds of the norms if only the tensor's norm is known: one element may have all of it."""
         return cls(whole, whole, whole, whole)
 
     def at_least(self, other: Norms, times: float = 1.0) -> Norms:
-        """Return the larger of each norm, and of `times` the other's."""
+        """Return the maximum of each norm and `times` the other's."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Norms(*(max(a, times * b) for a, b in pairs))
 
 
 def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns: tokens (the first two axes) by what each of them has, or those of a matrix."""
+    """Return rows and columns: for a matrix its own, else tokens (the first two axes) and the rest."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     split = 1 if len(shape) == 2 else 2
@@ -88,7 +91,7 @@ def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class PeakSums:
-    """The sums from which `Peaks` follow, over the elements of a tensor in row-major order."""
+    """The sums from which `Peaks` follow. The elements of a tensor are added in row-major order."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._rows, self._columns = table_of(shape)
@@ -98,7 +101,7 @@ class PeakSums:
         self._unequal = np.zeros(max(1, self._rows), np.int64), np.zeros(max(1, self._columns), np.int64)
 
     def add(self, apart: np.ndarray | None, honest_squares: np.ndarray, truth: np.ndarray) -> None:
-        """Add the elements that follow: c − w, or None where it is zero, (w − t)² and t, flat, float64."""
+        """Add the next elements: c − w, or None if it is zero, (w − t)² and t, as flat float64 arrays."""
         of_truth, of_apart, along = self._space.of(truth.size)
         sums = {HONEST: honest_squares, TRUTH: np.square(truth, out=of_truth)}
         if apart is not None:
@@ -119,7 +122,10 @@ class PeakSums:
         self._at += truth.size
 
     def _blocks(self, size: int) -> Iterator[tuple[int, int, slice]]:
-        """Cut into a row's rest, whole rows and a row's beginning; yield each one's row, column and slice."""
+        """Cut the elements into the rest of a row, whole rows and the beginning of a row.
+
+        Yields row, column and slice of each.
+        """
         start = 0
         while start < size:
             row, column = divmod(self._at + start, self._columns)
@@ -132,8 +138,9 @@ class PeakSums:
     def peaks(self, floor: float, tiny: float, noise: Norms) -> Peaks:
         """Compute the measures.
 
-        floor: relative to the truth, below which errors are not distinguished; tiny: the same for a truth of zero.
-        noise: norms of an error that counts as none.
+        floor: lower limit of an error, relative to the truth.
+        tiny: absolute lower limit, for a truth of zero.
+        noise: norms of an error that is not a fault.
         """
         known = (
             (self._largest, noise.largest),
@@ -159,7 +166,7 @@ class PeakSums:
 
 
 def _gain(along: np.ndarray, truth: np.ndarray, variance: np.ndarray) -> float:
-    """Return the common factor of length of rows with these sums, in units of its error."""
+    """Return the estimate of a common factor of length from these sums by row, in units of its error."""
     power = float((truth / variance).sum())
     return float((along / variance).sum()) / math.sqrt(len(truth) * power) if power else 0.0
 
@@ -171,6 +178,6 @@ def _worst(squares: np.ndarray, unequal: np.ndarray) -> int:
 
 
 def _of_many(squares: np.ndarray, unequal: np.ndarray) -> float:
-    """Return the largest norm of a line with more than FEW unequal elements, in units of the largest of all."""
+    """Return the largest norm of a line with more than FEW unequal elements, relative to the largest of all lines."""
     most = squares.max(initial=0.0)
     return math.sqrt(squares[unequal > FEW].max(initial=0.0) / most) if most else 0.0

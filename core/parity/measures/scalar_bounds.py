@@ -1,8 +1,8 @@
 """Scalars of a step, recomputed in FP64 from the candidate's own arrays and bounded in ulp.
 
-A ratio of errors shows nothing about a scalar (honest ones reach 400), so each is compared with what its own arithmetic
-can do: is the loss exactly the mean that it claims to be, the norm the norm of these gradients, the coefficient the one
-that follows from that norm?
+A ratio of errors has no meaning for a scalar: honest ones reach 400. Each scalar is therefore compared with the result
+of its own arithmetic: the loss with the mean of the NLL, the norm with the norm of the gradients, the coefficient with
+the one that follows from this norm.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from lockstep.core.parity.measures.verdict import Measure
 # Higham & Mary 2019, theorem 2.4: a sum of n terms has relative error at most λ·√n·u with probability 1 −
 # 2·exp(−λ²/2) (for n·λ·√n·u ≪ 1).
 CONFIDENCE = 6.0
-# Squares of gradients range so widely that many fall below half an ulp of the running sum and vanish, always in the
-# same direction. Then the worst case applies: u a term, halved by the root. Libraries add in at least 16 SIMD lanes,
-# and split sums longer than 2^20 into parts. torch's FP32 norm on the CPU was 2,400 ulp off at 2^20 elements.
+# Squares of gradients have such a range that many are below half an ulp of the running sum and vanish, always with the
+# same sign of error. Then the worst case applies: u per term, halved by the root. Libraries add in at least 16 SIMD
+# lanes, and split sums longer than 2^20 into parts. torch's FP32 norm on the CPU had an error of 2,400 ulp at 2^20
+# elements.
 LANES, LONGEST_RUN = 16, 2**20
-# A handful of rounded operations: one division, one addition, one minimum.
+# A few rounded operations: one division, one addition, one minimum.
 FEW_ULPS = 4.0
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values of a record are equal: a NaN is what another NaN is, as in a step that was left out."""
+    """Return whether two values of a record are equal. Two NaN are equal, as in a step that was skipped."""
     numbers = isinstance(one, float) and isinstance(other, float)
     return one == other or (numbers and math.isnan(one) and math.isnan(other))
 
@@ -45,7 +46,7 @@ def _spacing(exact: float, dtype: np.dtype[np.floating]) -> float:
 
 
 def sum_bound(terms: int) -> tuple[float, str]:
-    """Return how many ulp a sum of `terms` terms may be off in its own precision, and the words for it."""
+    """Return the largest error of a sum of `terms` terms in ulp of its own precision, and its basis in words."""
     bound = CONFIDENCE * math.sqrt(terms) / 2 + FEW_ULPS
     return bound, f"{CONFIDENCE:g}·√n/2 + {FEW_ULPS:g}, a sum of n = {terms:,}"
 
@@ -59,10 +60,10 @@ def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
 
 
 def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool = False) -> Measure:
-    """Compare the global gradient norm with the norm in FP64 of the candidate's own gradients.
+    """Compare the global gradient norm with the norm of the candidate's own gradients in FP64.
 
-    in_fp64: the candidate declares that it accumulates in FP64. Its norm of FP32 gradients is then right to an ulp of
-    FP32, whatever their number; else it may be a serial sum in FP32.
+    in_fp64: the candidate declares that it accumulates in FP64. Then its norm of FP32 gradients is correct to an ulp of
+    FP32 for any count of numbers. Otherwise it may be a sequential sum in FP32.
     """
     power, largest, dtype = 0.0, 0, np.dtype(np.float32)
     for grad in grads.values():
@@ -77,16 +78,17 @@ def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool =
 
 
 def norm_bound(terms: int) -> tuple[float, str]:
-    """Return how many ulp an L2 norm of `terms` numbers may be off in its own precision, and the words for it."""
+    """Return the largest error of an L2 norm of `terms` numbers in ulp of its own precision, and its basis in words."""
     bound, basis = sum_bound(terms)
     chain = min(terms, LONGEST_RUN) / LANES
     return bound + chain / 4, f"{basis}, + {chain:,.0f}/4 in one lane"
 
 
 def norm_of_group(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
-    """Compare an L2 norm of a record with `exact`, of `terms` numbers at most; a value that is not finite is inherited.
+    """Compare an L2 norm of a record with `exact`, the FP64 norm of at most `terms` numbers.
 
-    Squares below the smallest normal number of `dtype` may vanish from the sum.
+    If `exact` is not finite, the value must not be finite either. Squares below the smallest normal number of `dtype`
+    may vanish from the sum.
     """
     if not math.isfinite(exact):
         return Measure("ulp", math.inf if math.isfinite(value) else 0.0, None, 0.0, "not finite, as its numbers")
@@ -98,8 +100,8 @@ def norm_of_group(value: float, exact: float, terms: int, dtype: np.dtype[np.flo
 def update_ratio(value: float, exact: float, terms: int, dtype: np.dtype[np.floating]) -> Measure:
     """Compare the ratio of an update's norm to that of the weights, as `norm_of_group` does.
 
-    The update may be the optimizer's own, before it was rounded into the weights: by half an ulp of them at most, and
-    by one where the weights have just doubled.
+    The update may be the optimizer's own, before it was rounded into the weights. The rounding is at most half an ulp
+    of the weights, and one ulp if the weights have just doubled.
     """
     norm = norm_of_group(value, exact, terms, dtype)
     if not math.isfinite(exact) or norm.high is None:
@@ -116,5 +118,5 @@ def clip_coefficient(value: float, norm: float, optim: OptimConfig, dtype: np.dt
 
 
 def learning_rate(value: float, exact: float) -> Measure:
-    """Compare the learning rate with the schedule; it may have been rounded to FP32 once."""
+    """Compare the learning rate with the schedule. One rounding to FP32 is allowed."""
     return Measure("ulp", ulps(value, exact, np.dtype(np.float32)), None, 1.0, "the schedule, rounded once to FP32")

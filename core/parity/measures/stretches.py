@@ -1,4 +1,4 @@
-"""Split large tensors into stretches that fit a core's cache: comparisons are sums over them."""
+"""Split large tensors into slices that fit a core's cache. Comparisons are sums over them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# Elements of a stretch: in FP64, candidate, twin, truth and what is made of them take 1.5 MiB.
+# Elements of a slice. Candidate, twin, truth and intermediate results take 1.5 MiB in FP64.
 STRETCH = 1 << 15
 
 
@@ -16,24 +16,24 @@ def stretches(size: int, length: int = STRETCH) -> Iterator[slice]:
 
 
 class Space:
-    """Memory for the results of one stretch, which the next one overwrites.
+    """Memory for the results of one slice. The next slice overwrites it.
 
-    The system zeroes each new block of memory of this size: allocating takes longer than the arithmetic.
+    The operating system zeroes each new block of this size, so allocation takes longer than the arithmetic.
     """
 
     def __init__(self, arrays: int) -> None:
-        """Take how many arrays are in use at a time."""
+        """Set the number of arrays that are in use at a time."""
         self._arrays, self._space = arrays, np.empty((arrays, 0))
 
     def of(self, size: int) -> np.ndarray:
-        """Return float64 arrays (arrays, size), whose numbers are whatever was there."""
+        """Return uninitialised float64 arrays of shape (arrays, size)."""
         if self._space.shape[1] < size:
             self._space = np.empty((self._arrays, size))
         return self._space[:, :size]
 
 
 def wide(x: np.ndarray, into: np.ndarray) -> np.ndarray:
-    """Return x in float64: itself if it is, else converted into memory of its size."""
+    """Return x in float64: x itself if it is float64, else a conversion into `into`."""
     if x.dtype == np.float64:
         return x
     np.copyto(into, x)

@@ -1,4 +1,4 @@
-"""Findings and verdicts as data: what was measured, its bound, the bound's basis, and what follows."""
+"""Findings and verdicts as data: the measured number, its bound, the bound's basis, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.core.parity.reference.stages import is_operation, place
 
 SCHEMA = 2
 
-# Agreement in these stages alone is no evidence about the arithmetic: no tensor was computed.
+# Stages that compute no tensor. Agreement in these stages alone is no evidence about the arithmetic.
 BOOKKEEPING = frozenset(
     {"tokens", "weights", "clip_coefficient", "learning_rate", "step_count", "record", "checkpoint"}
 )
@@ -22,7 +22,7 @@ Scope = Literal["local", "end_to_end", "over_steps"]
 
 @dataclass(frozen=True)
 class Measure:
-    """A measured number, the interval that it must lie in (None = open on that side) and why that interval."""
+    """A measured number, its allowed interval (None = open on that side), and the basis of the interval in words."""
 
     name: str
     value: float
@@ -32,18 +32,18 @@ class Measure:
 
     @property
     def ok(self) -> bool:
-        """Return whether the value lies in its interval; NaN never does."""
+        """Return whether the value is in its interval; NaN never is."""
         if math.isnan(self.value):
             return False
         return (self.low is None or self.value >= self.low) and (self.high is None or self.value <= self.high)
 
     @property
     def strain(self) -> float:
-        """The value relative to its bound: above 1 means broken. Orders findings by how bad they are."""
+        """The value relative to its bound; above 1 the bound is broken. Findings are ordered by it."""
         if math.isnan(self.value):
             return math.inf
         if self.name == "excess" and self.low and self.high and self.low < 1 < self.high:
-            # A ratio: half and double are equally far from 1.
+            # For a ratio, half and double are equally far from 1.
             if self.value <= 0:
                 return math.inf
             return math.log(self.value) / math.log(self.high if self.value >= 1 else self.low)
@@ -62,7 +62,8 @@ def _ratio(a: float, b: float) -> float:
     return a / b
 
 
-# Taps of means: over all parameters or checks; over layers, followed by the tensor; and over whole matrices.
+# Prefixes of taps that are means: over all parameters or checks; over layers, followed by the tensor; over whole
+# matrices.
 OVER_ALL, OVER_LAYERS, OVER_MATRICES = "geometric mean", "mean over layers of ", "median over matrices"
 
 
@@ -70,11 +71,14 @@ OVER_ALL, OVER_LAYERS, OVER_MATRICES = "geometric mean", "mean over layers of ",
 class Finding:
     """The comparison of one tap.
 
-    stage: literal id of core/parity/reference/stages.py. tap: canonical name. layer: block or None.
+    stage: name of a stage in core/parity/reference/stages.py.
+    tap: canonical name.
     phase: `forward`, `backward`, `update`, `data` or `state`.
-    scope: `local` if the reference was fed the candidate's own inputs to the stage; `end_to_end` if it started from
-           the weights and the batch; `over_steps` for a bias summed over the checks so far.
-    size:  numbers compared. unequal: share of them whose bits differ from the twin's, None where that is not known.
+    layer: number of the block, or None.
+    scope: `local` if the reference computed from the candidate's own inputs to the stage; `end_to_end` if it started
+    from the weights and the batch; `over_steps` for a bias summed over the checks so far.
+    size: count of numbers compared.
+    unequal: share of them whose bits differ from the twin's; None if unknown.
     """
 
     stage: str
@@ -89,21 +93,21 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Return whether every measure holds; a finding without measures compared nothing and does not."""
+        """Return whether every measure holds. A finding without measures compared nothing and does not hold."""
         return bool(self.measures) and self.size > 0 and all(m.ok for m in self.measures)
 
     @property
     def is_mean(self) -> bool:
-        """Return whether this is a mean of comparisons, each of which tells more of where it is of."""
+        """Return whether this is a mean of comparisons. Each of these locates a fault better than their mean."""
         return self.tap.startswith((OVER_ALL, OVER_LAYERS, OVER_MATRICES))
 
     @property
     def worst(self) -> Measure:
-        """The measure nearest to (or furthest beyond) its bound."""
+        """The measure nearest to its bound, or furthest beyond it."""
         return max(self.measures, key=lambda m: m.strain)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready mapping; infinities and NaN become strings, as JSON has none."""
+        """Return a JSON-ready mapping. Infinities and NaN become strings, because JSON has none."""
         tree = asdict(self) | {"ok": self.ok}
         tree["measures"] = [{k: _json_number(v) for k, v in asdict(m).items()} | {"ok": m.ok} for m in self.measures]
         return tree
@@ -113,8 +117,9 @@ class Finding:
 class Fitting:
     """Casts, or an attention kernel, that fit a step better than the declared ones.
 
-    settings, declared: values by dotted key. agrees: whether the whole step agrees under them. left: the origin under
-    them.
+    settings, declared: setting's dotted key → value that fits, and declared value.
+    agrees: whether the whole step agrees with these settings.
+    left: the origin that remains with them, or None.
     """
 
     settings: Mapping[str, str]
@@ -132,8 +137,10 @@ class Fitting:
 class Check:
     """The findings of one checked step.
 
-    not_exercised: levers of the run that did nothing in what was compared (core/parity/judge/exercised.py).
-    fitting: of a step that disagreed, other casts that fit (core/parity/diagnose/fitting.py).
+    seconds: wall time of the check.
+    cause: common cause of broken findings in words, or None.
+    not_exercised: levers of the run without effect on the compared numbers (core/parity/judge/exercised.py).
+    fitting: other casts that fit a step that disagreed (core/parity/diagnose/fitting.py).
     """
 
     step: int
@@ -153,15 +160,16 @@ class Check:
 
     @property
     def origins(self) -> tuple[Finding, ...]:
-        """The broken links in the chain's order, one a link: stages that are wrong on what they themselves were given.
+        """The broken links in the order of the chain, one finding each: stages that are wrong from their own inputs.
 
-        A finding broken end to end is an origin only where no link is broken by itself: it inherits earlier errors.
+        A finding that is broken end to end is an origin only if no local link is broken, because it inherits earlier
+        errors.
         """
         broken = [f for f in self.findings if not f.ok]
         by_themselves = [f for f in broken if f.scope != "end_to_end"] or broken
         links: dict[tuple[Any, ...], Finding] = {}
         for finding in sorted(by_themselves, key=lambda f: (place(f.stage, f.phase, f.layer), f.is_mean)):
-            # Single operations share a place in the chain: each operation in each module is a link of its own.
+            # Single operations share a place in the chain, so each operation of each module is a link.
             own = (finding.stage, finding.tap) if is_operation(finding.stage) else ()
             links.setdefault((*place(finding.stage, finding.phase, finding.layer), *own), finding)
         return tuple(links.values())
@@ -172,7 +180,7 @@ class Check:
         return next(iter(self.origins), None)
 
     def role(self, finding: Finding) -> str | None:
-        """Return `origin` for a broken link, `contaminated` if only the inputs were wrong, None for what holds."""
+        """Return `origin` for a broken link, `contaminated` if only its inputs were wrong, None if it holds."""
         if finding.ok:
             return None
         local = any(not f.ok and f.scope != "end_to_end" for f in self.findings)
@@ -180,11 +188,11 @@ class Check:
 
     @property
     def worst(self) -> Finding | None:
-        """The finding nearest to, or furthest beyond, its bound."""
+        """The finding nearest to its bound, or furthest beyond it."""
         return max(self.findings, key=lambda f: f.worst.strain if f.measures else math.inf, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return one line of `parity.jsonl`."""
+        """Return one line of `parity.jsonl` as a mapping."""
         return {
             "schema": SCHEMA,
             "step": self.step,
@@ -201,7 +209,7 @@ class Check:
 
 
 def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
-    """Return the verdict over several checked steps, with the keys that `--json` promises."""
+    """Return the verdict over several checked steps, with the documented keys of `--json`."""
     first = next((c for c in checks if c.verdict == "disagreed"), None)
     outcome = overall(checks)
     return {
@@ -222,7 +230,7 @@ def verdict_json(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
 
 
 def overall(checks: Sequence[Check]) -> Outcome:
-    """Return `disagreed` if any check did, `could_not` if nothing was compared in some step, else `agreed`."""
+    """Return `disagreed` if any check did, `could_not` if one compared nothing or there are none, else `agreed`."""
     if any(c.verdict == "disagreed" for c in checks):
         return "disagreed"
     if not checks or any(c.verdict == "could_not" for c in checks):
