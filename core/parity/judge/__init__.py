@@ -1,1 +1,1 @@
-"""The judgement of a step: evidence against the reference, link by link."""
+"""Judge a step: compare the evidence with the reference, link by link."""

@@ -1,8 +1,9 @@
-"""Geometric means of excess over the checks of a run: a step's errors scatter, their mean over many tensors hardly.
+"""Geometric means of excess over the checks of a run.
 
-A candidate that shows gradients and NLL alone is judged end to end, where one tensor's ratio of errors shows little:
-its bound is five times the extreme of clean runs. The mean over all parameters scatters by a tenth of that, and the
-mean of those over checks by a third of it again.
+The errors of one step scatter. Their mean over many tensors hardly does. A candidate that shows only gradients and NLL
+is judged end to end, where the ratio of errors of one tensor has little power: its bound is five times the extreme of
+clean runs. The mean over all parameters scatters a tenth as much, and the mean of those means over checks a third of
+that.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ import numpy as np
 from lockstep.core.parity.measures import calibrated_bounds
 from lockstep.core.parity.measures.verdict import OVER_ALL, Finding
 
-# A mean is taken over at least this many checks, as in the clean runs that were measured.
+# The fewest checks in a mean, as in the measured clean runs.
 LEAST_CHECKS = 5
 
 
 def geometric_mean(excesses: list[float]) -> float:
-    """Return the geometric mean of ratios; one of zero counts as 1e-300."""
+    """Return the geometric mean of ratios. A ratio of zero counts as 1e-300."""
     return math.exp(math.fsum(math.log(max(e, 1e-300)) for e in excesses) / len(excesses))
 
 
 @dataclass
 class _Mean:
-    """The mean of a kind's excess.
+    """The mean excess of one kind of comparison.
 
-    finding: the last comparison; None before the first one after a resume. size: of all of them.
+    finding: the last comparison; None before the first one after a resume.
+    logarithms: logarithm of the excess in each check.
+    size: count of independent errors in all comparisons together.
     """
 
     finding: Finding | None = None
@@ -39,13 +42,13 @@ class _Mean:
 
 @dataclass
 class Means:
-    """Means of a run's excesses, by kind of comparison."""
+    """Means of the excesses of a run, by kind of comparison."""
 
     recipe: str
     _means: dict[str, _Mean] = field(default_factory=dict)
 
     def add(self, found: Finding, kind: str, size: int) -> None:
-        """Add a comparison of one check, of about `size` independent errors, that holds by itself."""
+        """Add a comparison from one check, with about `size` independent errors. A broken one is left out."""
         excess = next((m.value for m in found.measures if m.name == "excess"), 0.0)
         if not (found.ok and 0 < excess < math.inf):
             return
@@ -54,7 +57,7 @@ class Means:
         mean.logarithms.append(math.log(excess))
 
     def findings(self) -> Iterator[Finding]:
-        """Yield one finding for each mean over enough checks, where clean runs give it a bound."""
+        """Yield a finding for each mean over enough checks, if clean runs set a bound for it."""
         for kind, mean in self._means.items():
             checks = len(mean.logarithms)
             if checks < LEAST_CHECKS or mean.finding is None:
@@ -66,7 +69,7 @@ class Means:
                 yield replace(named, measures=(measure,))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return everything as arrays for one npz, from which `from_arrays` goes on."""
+        """Return the state as arrays for one npz file. `from_arrays` is the inverse."""
         means = list(self._means.values())
         return {
             "mean_kinds": np.asarray(list(self._means), np.str_),
@@ -77,7 +80,7 @@ class Means:
 
     @classmethod
     def from_arrays(cls, recipe: str, arrays: Mapping[str, np.ndarray]) -> Means:
-        """Rebuild the means that `to_arrays` wrote. Raises KeyError, TypeError or ValueError if they are incomplete."""
+        """Rebuild the means from `to_arrays`. Raises KeyError, TypeError or ValueError if the arrays are incomplete."""
         kinds, sizes, counts = (arrays[f"mean_{name}"].tolist() for name in ("kinds", "sizes", "checks"))
         logarithms = arrays["mean_logarithms"].tolist()
         if len(logarithms) != sum(counts) or min(counts, default=1) < 1 or not all(map(math.isfinite, logarithms)):

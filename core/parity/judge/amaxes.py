@@ -1,7 +1,7 @@
-"""Check FP8's amax history: the largest magnitudes of a step, and those of the steps before it.
+"""Check FP8's amax history: the largest magnitudes in a step, and those of the steps before it.
 
-The scales need no separate check: the reference casts with the scales that follow from the state before the step
-(core/train/fp8_amax.py), and a layer with another scale rounds each of its numbers otherwise.
+The scales need no separate check. The reference casts with the scales that follow from the state before the step
+(core/train/fp8_amax.py), and a layer with another scale rounds all of its numbers differently.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from lockstep.core.parity.reference.stages import stages_of
 from lockstep.core.train.fp8_amax import CASTS, PREFIX, amaxes_after, first_amaxes, key, largest, layers
 
 STAGE = "fp8_amax"
-# The candidate's and the twin's error each have the size of the twin's error.
+# The candidate and the twin each have an error of the size of the twin's.
 INDEPENDENT = 2.0
-# With scales of another state, a gradient moves by FP8's roundings. With the same scales it repeats, but for the order
-# of sums on a GPU.
+# With the scales of another state, a gradient changes by roundings of FP8. With the same scales it changes only by the
+# order of summation on a GPU.
 LEAST_APART = 1e-4
 
 
 def amaxes(
     evidence: Evidence, reference: Reference, made: bool, repeated: Repeated | None, whole: bool
 ) -> Iterator[Finding]:
-    """Compare the amax history after the step with the one before it, the weights, and the twin's amaxes.
+    """Compare the amax history after the step with the history before it, the weights, and the twin's amaxes.
 
-    made: whether the step moved anything. whole: whether the reference repeated the whole step. If it repeated one
-    micro-batch only, an amax of the step is no smaller than the micro-batch's.
+    made: whether the step changed the weights.
+    repeated: results of the reference, None if it computed nothing.
+    whole: whether the reference repeated the whole step. If it repeated only one micro-batch, an amax of the step may
+    be larger than the micro-batch's.
     """
     names, config = layers(reference.config), reference.config
     if not names:
         return
-    # A candidate that holds no history starts from the first amaxes.
+    # The history of a candidate without one starts with the first amaxes.
     before, after = first_amaxes(config) | dict(evidence.before.scalars), evidence.after.scalars
     seen = {name: tuple(after.get(key(name, cast, 0), np.nan) for cast in CASTS) for name in names}
     due = amaxes_after(config, before, seen) if made else {n: x for n, x in before.items() if n.startswith(PREFIX)}
@@ -62,7 +64,7 @@ def amaxes(
 
 
 def _around_load(evidence: Evidence) -> Iterator[Finding]:
-    """Compare the casts of the session after the step with its casts once that state has been loaded."""
+    """Compare the casts of the session after the step with its casts after loading the same state."""
     if len(evidence.around_load) < 2:
         return
     first, second = ({name: one.sketch.astype(float) for name, one in of.items()} for of in evidence.around_load)
@@ -75,11 +77,11 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | None) -> Iterator[Finding]:
-    """Compare what two passes over the tapped micro-batch saw with its tensors: the tapped program, and training's.
+    """Compare amaxes of the tapped program and of the training program with the tapped micro-batch's tensors.
 
-    The tapped program's own are its tensors, but for the rounding to bf16 that a compiler may leave out. Where the
-    program that trains has not its bits, each of the two is as far from the truth as the twin is; how far is not known
-    where the reference repeated nothing.
+    The tapped program's amaxes are those of its tensors, except that a compiler may leave out the rounding to bf16. If
+    the training program has not the same bits, each of the two programs may be as far from the truth as the twin is.
+    This distance is unknown if the reference repeated nothing.
     """
     taps, config = evidence.taps, reference.config
     eager = not config.compile.enabled
@@ -108,7 +110,7 @@ def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | N
 
 
 def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator[Finding]:
-    """Compare the newest entries of the history with what the step's passes saw, where the session reports them."""
+    """Compare the newest entries of the history with the amaxes of the step's passes, if the session reports them."""
     for name, noted in seen.items() if evidence.step_amaxes else ():
         told = [float(x) for x in evidence.step_amaxes.get(name, [np.nan] * len(CASTS))]
         wrong = [cast for cast, one, other in zip(CASTS, noted, told, strict=True) if one != other]
@@ -119,11 +121,10 @@ def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator
 def _of_micro_batches(
     evidence: Evidence, reference: Reference, seen: dict[str, tuple[float, ...]]
 ) -> Iterator[Finding]:
-    """Compare a step's amaxes of inputs and gradients with the largest of its micro-batches.
+    """Compare a step's amaxes of inputs and gradients with the maximum over its micro-batches.
 
-    The micro-batches ran in the step or apart from it. Alone, a micro-batch has gradients that are as much larger as
-    its share of the loss weight is smaller. They are rounded alike where that factor is a power of two, and one for
-    all.
+    The micro-batches ran inside the step or separately. A separate micro-batch has larger gradients, by the inverse of
+    its share of the loss weight. They have the same rounding if the share is a power of two and equal for all.
     """
     parts, config = evidence.own_amaxes, reference.config
     micros = evidence.batch.cut(config.train)
@@ -149,7 +150,10 @@ def _apart(tap: str, found: float, due: float, most: float, basis: str) -> Findi
 
 
 def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: bool) -> Iterator[Finding]:
-    """Compare one cast of every layer. An amax is one number: the twin's error is the largest of all layers."""
+    """Compare one cast in every layer.
+
+    An amax is a single number, so the twin's error is its maximum over all layers.
+    """
     at, high = CASTS.index(cast), _both_errors(cast, repeated)
     basis = "twice the twin's largest error of all layers, or bf16's roundoff"
     for name, found in seen.items():
@@ -161,7 +165,7 @@ def _against_twin(cast: str, seen: dict[str, float], repeated: Repeated, whole: 
 
 
 def _both_errors(cast: str, repeated: Repeated) -> float:
-    """Return the most by which two honest amaxes of one cast may differ, relative to them, in any layer."""
+    """Return the largest relative difference of two honest amaxes of one cast, in any layer."""
     at = CASTS.index(cast)
     sides = [(float(twin[at]), float(truth[at])) for twin, truth in repeated.amaxes.values()]
     error = max((abs(twin - truth) / truth for twin, truth in sides if truth), default=0.0)

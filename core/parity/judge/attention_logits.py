@@ -1,8 +1,8 @@
 """Compare the largest attention logits that a record reports with the candidate's own rotated queries and keys.
 
-They are made by a forward pass of their own, whose roundings may fall otherwise than in the program that showed q and
-k. Two passes are each as far from the truth as the twin is, up to MARGIN; a product q·k of a relative error in each
-factor is off by their sum times |q|·|k| at most (Cauchy and Schwarz), and so is the largest of such products.
+The logits come from a separate forward pass. Its roundings may differ from those in the program that showed q and k.
+Each pass is as far from the truth as the twin is, up to MARGIN. If both factors of a product q·k have relative errors,
+its error is at most the sum of these times |q|·|k| (Cauchy and Schwarz), and so is the error of the largest product.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lockstep.core.parity.measures.stretches import stretches
 from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.train.metrics import ATTENTION_LOGIT
 
-# Queries that are computed at a time.
+# Number of queries that are computed at once.
 QUERIES = 256
 
 
 def attention_logits(
     evidence: Evidence, reference: Reference, repeated: Repeated, missing: list[str]
 ) -> Iterator[Finding]:
-    """Compare the largest logit of each layer. `missing` gets a layer whose q and k are not there."""
+    """Compare the largest logit of each layer. Layers without q and k in the evidence are appended to `missing`."""
     shown = evidence.evaluated.get(ATTENTION_LOGITS)
     if shown is None:
         return
@@ -61,7 +61,7 @@ def attention_logits(
 
 
 def _bound(reference: Reference, repeated: Repeated, names: list[str]) -> tuple[float, str]:
-    """Return the share of the largest |q|·|k|/√E that a logit may be off, and the words for it."""
+    """Return the bound on a logit's error as a share of the largest |q|·|k|/√E, and its basis in words."""
     precision = reference.config.precision
     if precision.exact:
         return calibrated_bounds.FP64_LIMIT, f"FP64: {calibrated_bounds.FP64_LIMIT:.0e} of the largest |q|·|k|/√E"
@@ -77,7 +77,12 @@ def _bound(reference: Reference, repeated: Repeated, names: list[str]) -> tuple[
 def largest(
     q_NSHE: np.ndarray, k_NSKE: np.ndarray, documents_NS: np.ndarray | None, scale: float, window: int = 0
 ) -> float:
-    """Return the largest q·k·scale over queries, heads, and the keys that each may see. window: 0, all before it."""
+    """Return the largest q·k·scale over queries, heads, and the keys that each query attends to.
+
+    q_NSHE, k_NSKE: rotated queries (N, S, H, E) and keys (N, S, K, E).
+    documents_NS: number of each token's document; None without a document mask.
+    window: number of keys, with the query's own position; 0 for all earlier ones.
+    """
     found, heads = -math.inf, k_NSKE.shape[2]
     for row, (q_SHE, k_SKE) in enumerate(zip(q_NSHE, k_NSKE, strict=True)):
         for where in stretches(len(q_SHE), QUERIES):

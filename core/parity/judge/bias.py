@@ -1,46 +1,47 @@
-"""Bias over checks: what no single step shows, because rounding is unbiased and bugs are not.
+"""Find bias over checks, which no single step shows. Rounding errors have zero mean, the errors of a bug do not.
 
-Per comparison, with e = S(c − w) the sketch (or the small array itself) of candidate minus twin, h = ‖S(w − t)‖ the
-twin's own error, floored as in core/parity/measures/distances.py, and T checks so far::
+Notation: e = S(c − w) is the sketch (or the small array itself) of candidate minus twin in one comparison, h = ‖S(w −
+t)‖ the twin's own error with the lower limit of core/parity/measures/distances.py, T the number of checks so far::
 
-    bias      B = ‖Σ e/h‖ / √T                 bounded when honest, b·√T when each e/h holds the same part of norm b
-    gain bias U = |Σ (gain(c) − gain(w))/ε| / T   ε = h/‖t‖; of order 1/√T when honest, u when each length is u·ε off
+    bias      B = ‖Σ e/h‖ / √T                 bounded if honest, b·√T if each e/h has the same component of norm b
+    gain bias U = |Σ (gain(c) − gain(w))/ε| / T   ε = h/‖t‖; of order 1/√T if honest, u if each length error is u·ε
 
-Each check is taken in units of its own h, so that it counts once: with Σe / √Σh² (the same thing where h is constant)
-the large gradients of the first steps would outweigh the next thousand checks.
+Each check is in units of its own h, so all checks have the same weight. In Σe / √Σh² (equal if h is constant), the
+large gradients of the first steps would outweigh the next thousand checks.
 
-**Bound of B.** The single-step bound D holds ‖e‖ ≤ D·h, so for differences that are uncorrelated between checks
-E‖Σ e/h‖² = Σ E‖e/h‖² ≤ T·D². The sum is close to normal in each of its n independent coordinates, so B²/E[B²] is at
-most a χ²ₙ/n, which exceeds 1 + 2√(x/n) + 2x/n with probability at most exp(−x) (Laurent & Massart 2000, lemma 1);
-n is the number of independent numbers, at most the sketch's 1,021.
+**Bound of B.** The single-step bound D gives ‖e‖ ≤ D·h. So for differences that are uncorrelated between checks, E‖Σ
+e/h‖² = Σ E‖e/h‖² ≤ T·D². The sum is close to normal in each of its n independent coordinates. So B²/E[B²] is at most a
+χ²ₙ/n, which exceeds 1 + 2√(x/n) + 2x/n with probability at most exp(−x) (Laurent & Massart 2000, lemma 1); n is the
+number of independent numbers, at most the sketch's 1,021.
 
-**Bound of U.** Clean runs never left G / MARGIN, G the single-step bound, so the mean of T such differences leaves its
-expectation by (G / MARGIN)·√(2·ln(2/p) / T) with probability at most p (Azuma 1967; neither normal nor alike). It never
-passes G, as then one check alone did.
+**Bound of U.** Clean runs stayed within G / MARGIN, with G the single-step bound. So the mean of T such differences
+differs from its expectation by more than (G / MARGIN)·√(2·ln(2/p) / T) with probability at most p (Azuma 1967, for
+differences of any distribution). It never exceeds G, because a single check would then have done so.
 
-**Systematic and honest differences.** Two correct libraries do not differ at random alone: FMA or not, rsqrt or 1/√. In
-300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
-0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016) and that of the gain 0.25·G (first moments, where
-the twin's compiler fuses the multiply and the add; RMSNorm 0.13·G, attention 0.11·G). Without an allowance every one of
-these becomes an alarm after some hundred checks. The allowance is twice what was measured: β = min(D/8, 0.17) and G/2,
-and with it::
+**Systematic and honest differences.** Two correct libraries also have constant differences: FMA or not, rsqrt or 1/√.
+In 300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
+0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016). That of the gain reached 0.25·G (first moments, where the
+twin's compiler fuses the multiply and the add; RMSNorm 0.13·G, attention 0.11·G). Without an allowance each of these
+becomes an alarm after some hundred checks. The allowance is twice the measured value: β = min(D/8, 0.17) and G/2. With
+it::
 
     B ≤ √((1 + 2√(x/n) + 2x/n)·D² + T·β²)        U ≤ min(G, G/2 + (G / MARGIN)·√(2·ln(2/p) / T))
 
-**Correlated checks.** Honest differences of a slowly moving state may resemble each other. For an AR(1) stream of
+**Correlated checks.** Honest differences of a slowly changing state may be correlated. For an AR(1) process with
 lag-one correlation ρ, E[B²] grows by (1 + ρ)/(1 − ρ). Clean runs stay within D / MARGIN, which leaves a factor of
-MARGIN² = 4: ρ ≤ 0.6 keeps within the bound however long the run. Measured: |ρ| ≤ 0.08, first moments 0.21.
+MARGIN² = 4. So with ρ ≤ 0.6 a run of any length stays within the bound. Measured: |ρ| ≤ 0.08, first moments 0.21.
 
-**On a GPU** all checks of a product share what its matrix unit's sums lose (core/parity/measures/accumulators.py): s of
-the twin's error, which is added to D, β and the bound of U.
+**On a GPU** the error of a matrix unit's sums is common to all checks of a product
+(core/parity/measures/accumulators.py). It is s in units of the twin's error, and s is added to D, β and the bound of U.
 
-**What it finds.** After T checks a constant part of b > bound(B)/√T, falling from D to β: with D = 0.3 it is 0.045
-after 200 checks. A pure length error of u > bound(U), falling from G to G/2. A bias smaller than β and G/2 is never
-found.
+**Power.** After T checks the sums detect a constant part b > bound(B)/√T, which falls from D to β: with D = 0.3 it is
+0.045 after 200 checks. They detect a pure length error u > bound(U), which falls from G to G/2. A bias smaller than β
+and G/2 is never detected.
 
-**A bias that begins late** drowns in the history: after 5,000 clean checks it needs hundreds more. So a second sum
-forgets (λ = 0.99, weights λᵃ for a check that is a checks old). All of the above holds for weighted sums, with
-Σλᵃ·e/h / √Σλ²ᵃ for B, the weighted mean for U, and (Σλᵃ)²/Σλ²ᵃ, at most 199, in the place of T.
+**A bias that begins late** has little weight in the history: after 5,000 clean checks its detection takes hundreds
+more. So a second sum has exponential weights (λ = 0.99, weight λᵃ for a check that is a checks old). All of the above
+holds for weighted sums, with Σλᵃ·e/h / √Σλ²ᵃ for B, the weighted mean for U, and (Σλᵃ)²/Σλ²ᵃ, at most 199, in place of
+T.
 """
 
 from __future__ import annotations
@@ -61,19 +62,20 @@ from lockstep.core.parity.measures.verdict import Measure
 
 Key = tuple[str, ...]
 
-# Memory of each sum: the whole run, and about the last two hundred checks.
+# The λ of each sum: the whole run, and about the last two hundred checks.
 MEMORIES = (1.0, 0.99)
 SUFFIXES = ("", "_recent")
-# Probability that one honest statistic passes its bound. 10,000 checks of 500 comparisons with four statistics each are
-# 2e7 tests, so at most one run in 50,000 has a false alarm, if all statistics were as near as the bounds allow.
+# Probability that one honest statistic exceeds its bound. 10,000 checks of 500 comparisons with four statistics each
+# are 2e7 tests. So at most one run in 50,000 has a false alarm, even if all statistics were as large as the bounds
+# allow.
 CHANCE = 1e-12
 # Systematic differences between correct libraries: twice the largest in 300 real checks (see above). For the distance
-# it is a share of D, and at most SYSTEMATIC_MOST of the twin's error: a larger D comes from chaos.
+# the allowance is a share of D, and at most SYSTEMATIC_MOST of the twin's error, because a larger D comes from chaos.
 SYSTEMATIC_DISTANCE, SYSTEMATIC_MOST, SYSTEMATIC_GAIN = 1 / 8, 0.17, 1 / 2
-# Honest checks stay within D / MARGIN. If all of them were alike, B would be √T·D / MARGIN, which is below D until this
+# Honest checks stay within D / MARGIN. If all of them were equal, B would be √T·D / MARGIN, which is below D up to this
 # many checks.
 LEAST_CHECKS = int(MARGIN**2) + 1
-# The curves keep this many points an octave of T: enough for a plot, some 900 after 10,000 checks.
+# The curves have this many points per octave of T. This is enough for a plot: some 900 points after 10,000 checks.
 POINTS = 128
 COLUMNS = 1 + 2 * len(MEMORIES)
 VERSION = 1
@@ -84,8 +86,9 @@ def limits(
 ) -> tuple[float, float]:
     """Return the bounds of B and U after `checks` (effective) checks of `size` independent numbers (see the module).
 
-    distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error. common: what a matrix
-    unit's way to sum gives every check beside those (core/parity/measures/accumulators.py), in the same units.
+    distance_bound, gain_bound: the single-step bounds D and G, in units of the twin's error.
+    common: error of a matrix unit's sums that all checks have in common (core/parity/measures/accumulators.py), in the
+    same units.
     """
     n, x = min(size, K), -math.log(CHANCE)
     scatter = 1.0 + 2.0 * math.sqrt(x / n) + 2.0 * x / n
@@ -99,9 +102,13 @@ def limits(
 
 @dataclass
 class _Sums:
-    """The sums of one key. M memories, L numbers.
+    """The sums of one key, for M memories and L numbers.
 
-    total: Σ λᵃ·e/h, (M, L) FP64. gain: Σ λᵃ·u, (M,). weight: Σ λᵃ, (M,). power: Σ λ²ᵃ, (M,).
+    total: Σ λᵃ·e/h, (M, L) FP64.
+    gain: Σ λᵃ·u, (M,).
+    weight: Σ λᵃ, (M,).
+    power: Σ λ²ᵃ, (M,).
+    checks: number of checks.
     curve: rows of (T, B, U, recent B, recent U), flat.
     """
 
@@ -129,16 +136,15 @@ class _Sums:
 
     @property
     def effective(self) -> np.ndarray:
-        """Checks that count, by memory: (Σ λᵃ)² / Σ λ²ᵃ, which is T where nothing is forgotten."""
+        """Effective number of checks by memory, (Σ λᵃ)² / Σ λ²ᵃ, which is T for λ = 1: (M,)."""
         return self.weight**2 / self.power
 
 
 class Bias:
-    """Running sums of signed differences by key, e.g. `("local", "blocks.0.attn.q")`.
+    """Running sums of signed differences by key, for example `("local", "blocks.0.attn.q")`.
 
-    Give it only checks that hold by themselves: one that does not has its own alarm, and would stand in the sums for
-    the rest of the run. 16 KiB a key at 1,021 numbers, and 36 KiB of curve after
-    10,000 checks.
+    Add only checks that hold. One that does not has its own alarm, and would remain in the sums for the rest of the
+    run. Memory for 1,021 numbers: 16 KiB a key, and 36 KiB of curve after 10,000 checks.
     """
 
     def __init__(self) -> None:
@@ -153,11 +159,14 @@ class Bias:
         stream: type[np.floating],
         gain_difference: float | None = None,
     ) -> bool:
-        """Add one check; False, with nothing added, if anything is not finite (then the check itself has failed).
+        """Add one check. Returns False, and adds nothing, if a number is not finite: then the check itself has failed.
 
-        apart: (L,) sketch, or the array itself, of c − w. error: (L,) of w − t. truth: (L,) of t. L is fixed by key.
-        stream: dtype whose ulp floors the twin's error, as in core/parity/measures/distances.py.
-        gain_difference: ⟨c − w, t⟩/⟨t, t⟩ where the whole tensors gave it; else it is taken from the sketches.
+        apart: (L,) sketch of c − w, or the array itself.
+        error: the same of w − t, (L,).
+        truth: the same of t, (L,).
+        L is fixed for each key.
+        stream: dtype whose ulp is the lower limit of the twin's error, as in core/parity/measures/distances.py.
+        gain_difference: ⟨c − w, t⟩/⟨t, t⟩ of the whole tensors; computed from the sketches if None.
         Raises ValueError if the lengths differ from each other or from the key's earlier ones.
         """
         e, w, t = (np.asarray(x, np.float64) for x in (apart, error, truth))
@@ -183,23 +192,23 @@ class Bias:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Every key that was added to, in the order of its first check."""
+        """Every key, in the order of its first check."""
         return tuple(self._sums)
 
     def length(self, key: Key) -> int | None:
-        """Return L, the numbers in each check under this key; None before its first one."""
+        """Return L, the count of numbers in each check of this key; None before its first check."""
         return self._sums[key].total.shape[1] if key in self._sums else None
 
     def forget(self, key: Key) -> None:
-        """Reset this key's sums."""
+        """Discard this key's sums."""
         self._sums.pop(key, None)
 
     def checks(self, key: Key) -> int:
-        """Return T, the checks added under this key."""
+        """Return T, the number of checks of this key."""
         return self._sums[key].checks if key in self._sums else 0
 
     def curve(self, key: Key) -> np.ndarray:
-        """Return (points, 5) float64: T, B, U, and both of the recent checks; thinned to `POINTS` an octave of T."""
+        """Return (points, 5) float64: T, B, U, recent B and recent U, with `POINTS` points per octave of T."""
         return np.asarray(self._sums[key].curve).reshape(-1, COLUMNS)
 
     def measures(
@@ -208,8 +217,9 @@ class Bias:
         """Return `bias`, `gain_bias`, `bias_recent`, `gain_bias_recent` with bounds; none before `LEAST_CHECKS` checks.
 
         distance_bound, gain_bound: the single-step bounds of this comparison
-        (core/parity/measures/calibrated_bounds.py), both in units of the twin's error. size: independent numbers in the
-        tensor. common: as in `limits`.
+        (core/parity/measures/calibrated_bounds.py), both in units of the twin's error.
+        size: count of independent numbers in the tensor.
+        common: as in `limits`.
         """
         if self.checks(key) < LEAST_CHECKS:
             return ()
@@ -242,7 +252,7 @@ class Bias:
         return tuple(found)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return everything as arrays for one npz; `from_arrays` gives the same sums, bit for bit."""
+        """Return the state as arrays for one npz file. `from_arrays` restores the same bits."""
         sums = list(self._sums.values())
         curves = [self.curve(key) for key in self._sums]
         return {
@@ -259,7 +269,7 @@ class Bias:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Bias:
-        """Rebuild the sums that `to_arrays` wrote. Raises UserError if they are another version's or incomplete."""
+        """Rebuild the sums from `to_arrays`. Raises UserError if they are incomplete or have another version."""
         try:
             version, memories = int(arrays["version"]), tuple(arrays["memories"].tolist())
             if (version, memories) != (VERSION, MEMORIES):

@@ -1,17 +1,16 @@
-"""Compare the logits that sampling makes with those of twin and truth, which compute all tokens together.
+"""Compare the logits that sampling computes with those of twin and truth, which compute all tokens at once.
 
-With a cache and without, all round in the same places: weights, keys, values and the stream. Only attention of a
-single query is summed in another order. So their errors are two draws of the same many roundings. How often one is the
-other follows from clean runs as the bound of a mean over many tensors does: the extreme to the power of MARGIN, and
-LEAST_OF_MANY at least, both to the power of the scatter of their numbers.
+With and without a cache, weights, keys, values and the residual stream are rounded at the same places. Only attention
+of a single query has another order of summation. So the two errors are two draws with the same number of roundings. The
+bound on their ratio follows from clean runs as for a mean over many tensors: the extreme to the power of MARGIN, and at
+least LEAST_OF_MANY, both to the power of the scatter of their numbers.
 
-Clean runs (`python -m lockstep.scripts.studies.clean_logits`): 144 checks of 48 shapes of each policy, at initial
-weights and after 8 and 40 steps, of a sequence's last four tokens. By themselves excesses lay in 0.85 … 1.09 under
-bf16, 0.79 … 1.28 under fp16, 0.69 … 1.64 under fp32; in 48 checks of 16 other shapes of each they reached 1.12, 1.21
-and 1.52. 84 checks of 28 shapes of fp16 reached 1.28 there, and 1.07 … 1.22 in the four other places that are sampled
-from. Seventeen tokens of one more clean check of FP16 reached 1.47: tokens of one sequence read the same keys and
-values, and share their errors, so that more than SHARING of them scatter as so many do. The extremes of many numbers
-are REACHED, that of 1.47 among them.
+Clean runs (`python -m lockstep.scripts.studies.clean_logits`): 144 checks of 48 shapes for each policy, at initial
+weights and after 8 and 40 steps, on a sequence's last four tokens. Excesses were 0.85 … 1.09 under bf16, 0.79 … 1.28
+under fp16, 0.69 … 1.64 under fp32. In 48 checks of 16 other shapes they reached 1.12, 1.21 and 1.52. 84 checks of 28
+shapes under fp16 reached 1.28 there, and 1.07 … 1.22 in the four other ways of sampling. 17 tokens of one more clean
+check under fp16 reached 1.47: the tokens of one sequence read the same keys and values and share their errors. So more
+than SHARING tokens scatter as SHARING do. REACHED holds the extremes for many numbers, that of 1.47 included.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from lockstep.core.parity.measures.scatter import scatter
 from lockstep.core.parity.measures.verdict import Finding, Measure
 
 STAGE = "sampling"
-# The largest factor by which clean runs' excess differed from 1, over many numbers; by whether operands are rounded to
-# a narrower format.
+# The largest factor between clean excesses and 1, for many numbers. Key: whether operands are rounded to a narrower
+# format.
 REACHED = {True: 1.188, False: 1.248}
-# This many tokens of one sequence count as independent errors.
+# At most this many tokens of one sequence count as independent.
 SHARING = 4
-# Names in the evidence, tap, and note, which contains the prompt's length.
+# Names in the evidence, tap, and note. The note contains the prompt's length.
 MADE = (
     ((CACHED, LENGTHS), LOGITS, ""),
     (FROM_START, LOGITS, "from a prompt of one token"),
@@ -45,14 +44,14 @@ MADE = (
 
 
 class CachedLogits:
-    """The logits that a candidate samples from, judged when the reference's logits come by."""
+    """The logits that a candidate samples from. They are judged when the reference's logits are available."""
 
     def __init__(self, evidence: Evidence, reference: Reference) -> None:
         self._evaluated, self._reference = evidence.evaluated, reference
         self._found: list[Finding] = []
 
     def take(self, twin: np.ndarray, truth: np.ndarray) -> None:
-        """Judge them. twin, truth: logits (n, S, V) of the sequences whose first one was decoded."""
+        """Judge the logits. twin, truth: logits (n, S, V) of n sequences, of which the first was decoded."""
         for (logits, lengths), tap, note in MADE:
             if logits in self._evaluated:
                 at = np.asarray(self._evaluated[lengths]) - 1
@@ -70,19 +69,22 @@ class CachedLogits:
         self._found.append(finding(STAGE, tap, "end_to_end", (measure,), t.size, note=note))
 
     def findings(self) -> list[Finding]:
-        """Return what was judged."""
+        """Return the findings."""
         return self._found
 
 
 def carried(w: np.ndarray, t: np.ndarray) -> int:
-    """Return about how many independent errors the twin's logits w of a few tokens have, (n, V); t: the truth's."""
-    # One of a few tokens may carry most of the twin's error.
+    """Estimate the number of independent errors in the twin's logits w of a few tokens.
+
+    w, t: logits of twin and truth, (n, V).
+    """
+    # One of the tokens may have most of the twin's error.
     both = calibrated_bounds.carriers(t), calibrated_bounds.carriers(w.astype(np.float64) - t)
     return min(*both, SHARING * calibrated_bounds.OF_A_ROW)
 
 
 def held(d: Distances, numbers: int, policy: PrecisionPolicy) -> Measure:
-    """Bound the error of so many numbers by the twin's error; under FP64, with no truth above it, by the values."""
+    """Bound the error of `numbers` independent numbers by the twin's error; under FP64, relative to the values."""
     if policy.exact:
         most = calibrated_bounds.FP64_LIMIT
         return Measure("relative_error", d.relative_error, None, most, f"FP64: {most:.0e}")

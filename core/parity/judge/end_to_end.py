@@ -1,7 +1,7 @@
-"""End-to-end checks: what the candidate's step carries after everything upstream, from sketches alone.
+"""End-to-end comparisons from sketches: they contain the errors of all stages before the compared one.
 
-Both sides start from the candidate's state and the same batch. The numbers compared are those in `observations/`, so
-that a check beside the run and a replay from its recorded sketches are one computation.
+Both sides start from the candidate's state and the same batch. The compared numbers are those in `observations/`, so a
+check during a run and a replay from recorded sketches are the same computation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TakesLogits = Callable[[np.ndarray, np.ndarray], None]
 
 
 def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> dict[str, Observation]:
-    """Return a step's observations: sketch and statistics of every tap, its gradient and each parameter's gradient."""
+    """Return observations (sketch and statistics) of each tap, of its gradient, and of each parameter's gradient."""
     kept = {name: observed(taps[name]) for name in _taps_observed(taps, model)}
     if probed is not None:
         kept[PROBE_NLL] = observed(probed.nll)
@@ -45,7 +45,7 @@ def observations(probed: Gradients | None, taps: Arrays, model: ModelConfig) -> 
 
 
 def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observation]:
-    """Return the observations of the tapped micro-batch; NLL without those sequences that have no weight."""
+    """Return the observations of the tapped micro-batch. Its NLL is without sequences that have no weight."""
     probed = evidence.probed
     if probed is not None:
         probed = replace(probed, nll=probed.nll[weighted_rows(evidence.tapped)])
@@ -53,7 +53,7 @@ def observations_of(evidence: Evidence, model: ModelConfig) -> dict[str, Observa
 
 
 def names_observed(evidence: Evidence, model: ModelConfig) -> set[str]:
-    """Return the names of `observations_of`, before anything is observed."""
+    """Return the names of `observations_of` without computing the observations."""
     names = set(_taps_observed(evidence.taps, model))
     if evidence.probed is not None:
         names |= {PROBE_NLL, *(PARAMETER + name for name in evidence.probed.grads)}
@@ -70,10 +70,10 @@ def _same(one: Batch, other: Batch) -> bool:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The twin's and the truth's observations from the candidate's state on its batches.
+    """Observations of twin and truth, computed from the candidate's state and batches.
 
-    errors: about how many independent errors the loss's gradient carries, by the tokens that it comes from.
-    amaxes: of FP8's delayed scaling, by layer, those of twin and truth, (3,) each, as `Chain.run` gives them.
+    errors: estimate of the number of independent errors in the gradient of the loss, from the tokens with most of it.
+    amaxes: layer → FP8's amaxes of twin and truth under delayed scaling, (3,) each, as from `Chain.run`.
     """
 
     twin: Observations
@@ -83,10 +83,10 @@ class Repeated:
 
 
 class Shown(Protocol):
-    """A function that receives both gradients of a parameter on the tapped micro-batch while both are in memory."""
+    """A function that receives both gradients of a parameter on the tapped micro-batch while they are in memory."""
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
-        """Take both gradients of the parameter `name`.
+        """Process both gradients of the parameter `name`.
 
         errors: as in `Repeated`.
         """
@@ -103,14 +103,17 @@ def repeat(
     shown: Shown | None = None,
     of_logits: Sequence[TakesLogits] = (),
 ) -> Repeated:
-    """Run the reference for the observations `asked` for. No array is kept.
+    """Run the reference for the observations in `asked`. No array is kept.
 
-    probe: the batch of NLL and parameter gradients. tapped: that of the taps, whose loss lies on some sequences.
-    of_logits: what takes the twin's and the truth's logits of those sequences, where they are asked for.
+    probe: the batch of NLL and parameter gradients.
+    tapped: the batch of the taps, whose loss weight is on some of its sequences.
+    missing: receives the comparisons that are not possible.
+    shown: receives each parameter's gradients on the tapped batch.
+    of_logits: functions that receive the logits of twin and truth on the tapped batch.
     Raises NotSupported if the reference gives no gradients.
     """
     model = reference.config.model
-    # A token without weight contributes nothing: the reference leaves it out.
+    # A token without weight contributes nothing, so the reference leaves it out.
     part = weighted_part(tapped)
     one_batch = _same(probe, tapped)
     gradients = [PARAMETER + name for name in parameter_shapes(model)]
@@ -142,8 +145,8 @@ def repeat(
 def repeat_alone(state: State, batch: Batch, reference: Reference, weight: float | None = None) -> Repeated:
     """Run the reference on one batch for its NLL and parameter gradients.
 
-    weight: what the loss Σ weight·nll is divided by, by default the batch's own Σ weight. Raises NotSupported if the
-    reference gives no gradients.
+    weight: the divisor of the loss Σ weight·nll; by default the batch's own Σ weight.
+    Raises NotSupported if the reference gives no gradients.
     """
     names = [PROBE_NLL, *(PARAMETER + name for name in parameter_shapes(reference.config.model))]
     names += [PREFIX + layer for layer in layers(reference.config)]
@@ -162,19 +165,19 @@ def repeat_alone(state: State, batch: Batch, reference: Reference, weight: float
 
 
 def errors_of_loss(nll: np.ndarray, batch: Batch) -> int:
-    """Return about how many independent errors the gradients of a loss carry, from the tokens that carry its gradient.
+    """Estimate the number of independent errors in the gradients of a loss, from the gradient of each token.
 
-    ‖∂ loss / ∂ logits‖ of a token is about weight · (1 − p), p = e^(−nll) the probability of its target.
+    ‖∂ loss / ∂ logits‖ of a token is about weight · (1 − p), with p = e^(−nll) the probability of its target.
     """
     wide = nll.astype(np.float64).ravel()
     energy = np.square(batch.weights.ravel() * -np.expm1(-wide))
-    # If a run repeats one letter, every prediction is the same, with the same error.
+    # In a text of one repeated letter, all predictions are equal and have the same error.
     _, same = np.unique(np.round(wide, 6), return_inverse=True)
     return calibrated_bounds.OF_A_ROW * calibrated_bounds.participation(np.bincount(same, energy))
 
 
 def compare_with(found: Observations, repeated: Repeated, reference: Reference) -> Iterator[Finding]:
-    """Compare every observation of a candidate with twin and truth at its state and on its batches."""
+    """Compare each observation of a candidate with twin and truth at the same state and on the same batches."""
     twin, truth = repeated.twin, repeated.truth
     over_layers = OverLayers(reference)
     for stage in stages_of(reference.config):
@@ -201,8 +204,8 @@ def _cancelled(
 ) -> Finding:
     """Compare a gradient that is 0 in exact arithmetic.
 
-    of_weight: the truth's observation of the weight beside it. Σ g·xᵀ is about √(columns) times as long as Σ g would be
-    if it did not cancel, for inputs x of about 1.
+    of_weight: the truth's observation of the weight next to it. For inputs x of about 1, the norm of Σ g·xᵀ is about
+    √(columns) times that of Σ g without cancellation.
     """
     if c.size != t.size:
         return exact("gradients", name, 1, t.size, "sizes must be equal", f"candidate {c.size}, reference {t.size}")

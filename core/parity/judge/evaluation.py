@@ -1,15 +1,15 @@
-"""Compare a candidate's `evaluate` with the logits of twin and truth, which start from the candidate's weights.
+"""Compare a candidate's `evaluate` with the logits of twin and truth, computed from the candidate's weights.
 
-NLL is compared as the loss's is. `top1` states whether the target has the largest logit, and is exact but for ties: let
-e be `furthest` times the largest error among the twin's logits. The difference of two honest logits is at most 2e from
-the truth's. So where the truth's target leads, or trails, by more than 2e, there is one right answer.
+NLL is compared as the loss is. `top1` states whether the target has the largest logit. It is exact except for ties: let
+e be `furthest` times the largest error of the twin's logits. The difference of two honest logits is within 2e of the
+truth's. So if the truth's target leads or trails by more than 2e, only one answer is correct.
 
-Clean runs (`python -m lockstep.scripts.studies.clean_logits`): in 144 checks of 48 shapes of each policy, the largest
-error of a session's logits was FURTHEST times the twin's at most; in 48 checks of 16 other shapes, 1.15 under bf16,
-1.25 under fp16 and 2.28 under fp32.
+Clean runs (`python -m lockstep.scripts.studies.clean_logits`): in 144 checks of 48 shapes for each policy, the largest
+error of a session's logits was at most FURTHEST times the twin's. In 48 checks of 16 other shapes it was 1.15 times
+under bf16, 1.25 under fp16 and 2.28 under fp32.
 
-Sequences whose logits the reference does not show are compared with the step's NLL of them, which is judged with the
-step: two honest results are apart by about the twin's error.
+For sequences without logits from the reference, the NLL is compared with the step's NLL of the same sequences, which is
+judged with the step. Two honest results differ by about the twin's error.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.stages import stages_of
 
 STAGE = "evaluation"
-# The largest ratio in clean runs; by whether operands are rounded to a narrower format.
+# The largest ratio in clean runs. Key: whether operands are rounded to a narrower format.
 FURTHEST = {True: 1.449, False: 3.054}
-# Bound on the distance (RMS) between a sequence's NLL from `evaluate` and from a step, in units of the twin's error: 75
-# clean checks of 15 shapes, of bf16 eager and compiled and of fp16, reached 0.24 under the run's policy and 1.85 under
-# FP32.
+# Bound on the RMS distance between a sequence's NLL from `evaluate` and from a step, in units of the twin's error. 75
+# clean checks of 15 shapes (bf16 eager and compiled, fp16) reached 0.24 under the run's policy and 1.85 under FP32.
 APART = 8.0
 
 
 def furthest(policy: PrecisionPolicy) -> float:
-    """Return how often the twin's largest error an honest one can be: as largest elements are held in stages."""
+    """Return the allowed ratio of an honest logit's largest error to the twin's, as for largest elements of stages."""
     least = peak_bounds.LEAST["rounded" if policy.rounds else "sum"].largest
     return max(calibrated_bounds.MARGIN * FURTHEST[policy.rounds], least)
 
 
 class Scores:
-    """The scores of a candidate, judged when the reference's logits are available.
+    """Scores of a candidate. They are judged when the reference's logits are available.
 
-    evaluated: as `core/parity/evidence/evaluation.py` gives it. of: stands before `nll` and `top1` in a finding's tap.
-    others: the step's NLL (m, S) of the sequences without weight, NaN for tokens that its loss leaves out.
+    evaluated: as from `core/parity/evidence/evaluation.py`.
+    of: prefix of `nll` and `top1` in the tap of a finding.
+    others: NLL (m, S) from the step, of the sequences without weight; NaN for tokens outside the loss.
     """
 
     def __init__(self, evaluated: Arrays, reference: Reference, of: str = "", others: np.ndarray | None = None) -> None:
@@ -56,7 +56,7 @@ class Scores:
         self._missing: list[str] = []
 
     def take(self, twin: np.ndarray, truth: np.ndarray) -> None:
-        """Judge all scores. twin, truth: logits (n, S, V) of the sequences that were evaluated."""
+        """Judge all scores. twin, truth: logits (n, S, V) of the evaluated sequences."""
         if TARGETS not in self._evaluated:
             return
         reference = self._reference
@@ -87,7 +87,7 @@ class Scores:
                 self._missing.append(f"evaluation: {guessed}: for every token the target is in a tie")
 
     def findings(self, missing: list[str]) -> list[Finding]:
-        """Return what was judged; `missing` gets why something was not, where the candidate gave scores."""
+        """Return the findings. Scores that were not judged are appended to `missing`, with the reason."""
         missing += self._missing
         if TARGETS in self._evaluated and not self._found:
             missing.append("evaluation and sampling: the reference shows no logits")
@@ -96,10 +96,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Due:
-    """The scores that follow from the logits of twin and truth; arrays (n, S) in FP64.
+    """The scores that follow from the logits of twin and truth; arrays are (n, S) float64.
 
-    nll, twin_nll: log Σ exp(logits) − the target's logit. lead: of the target's logit over the largest other one, by
-    the truth. error: the largest one among the twin's logits. largest: magnitude of the truth's logits.
+    nll, twin_nll: log Σ exp(logits) − the target's logit.
+    lead: the target's logit minus the largest other logit, in the truth.
+    error: the largest error of the twin's logits.
+    largest: the largest magnitude of the truth's logits.
     """
 
     nll: np.ndarray
@@ -110,12 +112,12 @@ class Due:
 
     @property
     def error_of_nll(self) -> float:
-        """RMS of the twin's error of NLL."""
+        """RMS error of the twin's NLL."""
         return float(np.sqrt(np.square(self.twin_nll - self.nll).mean()))
 
     @classmethod
     def of(cls, twin: np.ndarray, truth: np.ndarray, targets: np.ndarray) -> Due:
-        """Read logits (n, S, V), some tokens at a time."""
+        """Compute the scores from logits (n, S, V), some tokens at a time."""
         vocab = truth.shape[-1]
         w, t, target = twin.reshape(-1, vocab), truth.reshape(-1, vocab), targets.reshape(-1, 1).astype(np.int64)
         nll, twin_nll, lead = (np.empty(len(t)) for _ in range(3))
@@ -134,7 +136,7 @@ class Due:
 
 
 def _nll(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return log Σ exp(logits) − the target's logit, (N,), of logits (N, V) and targets (N, 1)."""
+    """Return log Σ exp(logits) − the target's logit, (N,), from logits (N, V) and targets (N, 1)."""
     largest = logits.max(axis=-1, keepdims=True)
     total = np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
     return np.asarray(total - np.take_along_axis(logits, targets, axis=-1))[:, 0]
@@ -149,7 +151,7 @@ def _in_fp32(tap: str, nll: np.ndarray, truth: np.ndarray) -> Finding:
 
 
 def _as_in_the_step(tap: str, nll: np.ndarray, own: np.ndarray, error: float) -> Finding:
-    """Compare NLL of `evaluate` with that of the same sequences in a step, one at a time. error: RMS of a token."""
+    """Compare NLL of `evaluate` with that of the same sequences in a step. error: RMS error of a token, in nats."""
     apart = np.inf
     if nll.shape == own.shape:
         counted = np.isfinite(own)
@@ -160,7 +162,7 @@ def _as_in_the_step(tap: str, nll: np.ndarray, own: np.ndarray, error: float) ->
 
 
 def _guessed(tap: str, top1: np.ndarray, lead: np.ndarray, error: float) -> Finding:
-    """Count tokens whose `top1` is not the truth's, where the truth is no tie. error: that a logit may have."""
+    """Count tokens whose `top1` differs from the truth's, without ties. error: the largest honest error of a logit."""
     clear = np.abs(lead) > 2 * error
     count = int(np.count_nonzero(clear))
     if top1.shape != lead.shape:

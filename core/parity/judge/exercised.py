@@ -1,7 +1,7 @@
-"""List the levers of a run that had no effect in a check: agreement does not cover them.
+"""List the levers of a run without effect in a check. Agreement does not cover them.
 
-If no sequence holds two documents, a document mask masks nothing; below its norm, clipping clips nothing. A trainer
-without them makes the same step.
+For example, a document mask masks nothing if no sequence holds two documents, and clipping changes nothing below its
+norm. A trainer without these levers computes the same step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 def not_exercised(evidence: Evidence, config: RunConfig) -> dict[str, str]:
-    """Map each lever that is on but had no effect in what was compared to the reason; skip those in `not_covered`."""
+    """Map each lever that is on but had no effect on the compared numbers to the reason.
+
+    The reason is empty if `not_covered` already has it.
+    """
     return dict(_not_exercised(evidence, config))
 
 
@@ -52,8 +55,8 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
     limit = config.optim.clip_norm
     if limit > 0 and record.clip_coefficient >= 1:
         yield "clipping", f"the gradients' norm {record.grad_norm:.3g} is not above clip_norm = {limit:g}"
-    # Only a run's first step is repeated as a later one, with small gradients. Between the checks of a run, each
-    # record's clip coefficient is compared with its norm (core/train/held_record.py).
+    # Only the first step of a run is repeated as a later one with small gradients. Between the checks of a run, the
+    # clip coefficient of each record is compared with its norm (core/train/held_record.py).
     first = evidence.thorough and not evidence.before.step
     if first and limit > 0 and not any(one.grad_norm <= limit for one in (record, *evidence.later)):
         yield "gradients below clip_norm", f"the gradients' norm {record.grad_norm:.3g} is above clip_norm = {limit:g}"
@@ -63,7 +66,7 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
         yield "leaving a step out", "all of the step was finite"
     scale = evidence.before.scalars.get(SCALE)
     if scale is not None and evidence.after.scalars.get(SCALE) == scale:
-        # In a run's first check, the scale grows in a later step, and falls in a step that is not finite.
+        # In a run's first check, the scale grows in a later step and falls in a step that is not finite.
         untried = [what for what, tried in (("growth", evidence.moved), ("fall", tries)) if not tried]
         if untried:
             yield f"a {untried[0] if len(untried) == 1 else 'change'} of the loss scale", f"it stayed {scale:g}"
@@ -78,7 +81,7 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
 
 
 def _attention_cap(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Name a cap that hardly acts: for small scores cap·tanh(s / cap) is s·(1 − (s / cap)² / 3), which rounds to s."""
+    """Report a cap without effect: for small s, cap·tanh(s / cap) = s·(1 − (s / cap)² / 3), which rounds to s."""
     cap, shown = config.model.attention_cap, evidence.evaluated.get(ATTENTION_LOGITS)
     if not cap or shown is None:
         return

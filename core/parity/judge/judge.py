@@ -1,4 +1,4 @@
-"""The judgement of one step: evidence from a candidate against twin and truth of a reference, link by link."""
+"""Judge one step: compare the evidence of a candidate with twin and truth of a reference, link by link."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ T = TypeVar("T")
 
 
 def judge(evidence: Evidence, reference: Reference) -> Check:
-    """Compare every link of the chain that the evidence covers; findings stand in the chain's order.
+    """Compare every link of the chain that the evidence covers. Findings are in the order of the chain.
 
-    Among several ranks rank 0 judges what it gathered, and all of them get its check.
+    With several ranks, rank 0 judges the gathered evidence, and all ranks receive its check.
     """
     return reference.ranks.of_first(lambda: _judge(evidence, reference), "`hear the verdict`")
 
 
-# A non-finite number of a candidate is a finding, not a warning.
+# A non-finite number of a candidate is a finding, not a NumPy warning.
 @np.errstate(invalid="ignore", over="ignore")
 def _judge(evidence: Evidence, reference: Reference) -> Check:
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         findings = of_the_sum(with_typical_lengths(findings, known), reference.config)
         if all(one.ok for one in findings):
             findings += update.in_a_row(evidence)
-        # If a load loses something, the steps after it are not the run's.
+        # If loading a state changes it, the steps after it are not the run's.
         if all(one.ok for one in findings):
             findings += later_scalars(evidence, reference)
             findings += _as_far_as_it_goes(partial(later_updates, evidence, reference), missing)
@@ -109,7 +109,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
 
 
 def _nll_of_others(evidence: Evidence, config: RunConfig) -> np.ndarray | None:
-    """Return the step's NLL of the tapped micro-batch's sequences without weight, NaN where a token counts nothing."""
+    """Return the step's NLL of the tapped micro-batch's sequences without weight; NaN for tokens outside the loss."""
     of_step = own_step.nll_of_tapped(evidence, config)
     if of_step is None:
         return None
@@ -120,19 +120,25 @@ def _nll_of_others(evidence: Evidence, config: RunConfig) -> np.ndarray | None:
 
 @contextmanager
 def _beside(reference: Reference, work: Callable[[], T]) -> Iterator[Callable[[], T]]:
-    """Start some work, whose result is waited for. Where one thread at a time may use the reference, run it then."""
+    """Run `work` in a second thread, and yield a function that returns its result.
+
+    If only one thread at a time may use the reference, that function runs the work.
+    """
     if not reference.threads:
         yield work
         return
     with ThreadPoolExecutor(1, thread_name_prefix="lockstep-judge") as thread:
-        # The copied context carries NumPy's settings for floating-point errors.
+        # The copied context has NumPy's settings for floating-point errors.
         yield thread.submit(copy_context().run, work).result
 
 
 def _of_evidence(
     evidence: Evidence, reference: Reference
 ) -> tuple[end_to_end.Observations, list[Finding], list[Finding], list[str]]:
-    """Judge all that needs no repetition of the model: observations, findings of stages and step, missing parts."""
+    """Judge all links that need no repetition of the model.
+
+    Returns observations, findings of the stages, findings of the step, and descriptions of missing comparisons.
+    """
     lost: list[str] = []
     of_model: tuple[Callable[[], Iterator[Finding]], ...] = (
         lambda: local.stages(evidence, reference, lost),
@@ -160,9 +166,10 @@ def judge_observations(
     tapped: Batch,
     reference: Reference,
 ) -> Check:
-    """Judge recorded observations, end to end only, with a reference computed now from the state before the step.
+    """Judge recorded observations, end to end only. The reference computes from the state before the step.
 
-    about: what was recorded beside them; `step` is read. Raises NotSupported if the reference gives no gradients.
+    about: record stored with the observations; only `step` is read.
+    Raises NotSupported if the reference gives no gradients.
     """
     return reference.ranks.of_first(lambda: _judge_observations(found, about, state, probe, tapped, reference))
 
@@ -187,7 +194,7 @@ def _judge_observations(
 
 
 def in_order(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Sort findings in the order of the chain; local findings come before end-to-end ones."""
+    """Sort findings in the order of the chain. Local findings come before end-to-end ones."""
     scopes = {"local": 0, "over_steps": 1, "end_to_end": 2}
     return tuple(sorted(findings, key=lambda f: (*place(f.stage, f.phase, f.layer), scopes[f.scope])))
 
@@ -199,7 +206,7 @@ def _finite_or_blamed(
     repeated: end_to_end.Repeated,
     missing: list[str],
 ) -> list[Finding]:
-    """Drop the findings that are not finite, if the twin's step overflows as well."""
+    """Drop findings that are not finite if the twin's step overflows as well."""
     if not (without_amaxes(before.scalars) and _overflows(kept) and _overflows(repeated.twin)):
         return findings
     there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
@@ -210,7 +217,7 @@ def _finite_or_blamed(
 
 
 def _overflows(found: Mapping[str, Observation]) -> bool:
-    """Return whether the gradient of any parameter is not finite."""
+    """Return whether the gradient of a parameter is not finite."""
     return any(one.nonfinite for name, one in found.items() if name.startswith(PARAMETER))
 
 
@@ -231,7 +238,7 @@ def _repeated(
 
 
 def _as_far_as_it_goes(part: Callable[[], Iterator[Finding]], missing: list[str]) -> list[Finding]:
-    """Collect the findings of one part until the reference raises NotSupported."""
+    """Collect the findings of one part, up to a NotSupported of the reference."""
     found: list[Finding] = []
     try:
         for one in part():

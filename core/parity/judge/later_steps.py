@@ -1,4 +1,4 @@
-"""Judge the weights and moments after later steps of the run (core/parity/evidence/later_steps.py)."""
+"""Judge weights and optimizer state after later steps of the run (core/parity/evidence/later_steps.py)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lockstep.core.train.skipped_steps import is_made, scalars_after
 
 
 def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare moments and update of each later step, from its own gradients, state and coefficient.
+    """Compare moments and update of each later step with those that follow from its gradients, state and coefficient.
 
-    A step whose number or names are wrong is named elsewhere: by its record, or by the first step's own gradients.
+    A step with a wrong number or wrong names is skipped here. Its record, or the first step's own gradients, report it.
     """
     config, moved = reference.config, {one.number: one for one in evidence.moved}
-    # The sums over a run's checks cover only steps of the run itself.
+    # The sums over a run's checks include only steps of the run itself.
     of_one = replace(reference, over_steps=None)
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
         of_step, kept = moved.get(number), parts_of_all(config, number - 1)
@@ -46,9 +46,9 @@ def later_updates(evidence: Evidence, reference: Reference) -> Iterator[Finding]
 
 
 def later_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare loss scale, counts, and the history of amaxes after each later step, from those before it.
+    """Compare loss scale, counts and amax history after each later step with the rule's, from the state before it.
 
-    The newest amaxes are what the step saw, to which it alone is held.
+    The newest amaxes are taken from the state after the step.
     """
     config, moved = reference.config, {one.number: one for one in evidence.moved}
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
@@ -68,7 +68,7 @@ def later_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]
 
 
 def _is_whole(moved: Moved, kept: Mapping[str, tuple[slice, Shape]], kinds: Mapping[str, list[str]]) -> bool:
-    """Return whether every part is there, in its shape."""
+    """Return whether every part is there and has its shape."""
 
     def has(arrays: Arrays, names: list[str]) -> bool:
         return all(name in arrays and shape_of(arrays, name) == kept[name][1] for name in names if name in kept)
@@ -79,9 +79,10 @@ def _is_whole(moved: Moved, kept: Mapping[str, tuple[slice, Shape]], kinds: Mapp
 
 
 def as_step_of(tap: str, evidence: Evidence, config: RunConfig) -> tuple[str, Evidence, slice, Shape] | None:
-    """Return what a finding about a later step's moments or update is about; None if it is of the step itself.
+    """Return the later step that a finding is about; None if the finding is about the step itself.
 
-    The tap without its step, evidence of which the later step is the step, and the part of the parameter that it holds.
+    Returns the tap without its suffix, evidence in which the later step is the step, and the judged part of the
+    parameter (slice and shape).
     """
     moved = {one.number: one for one in evidence.moved}
     for suffix, (number, record) in as_later_steps(evidence.later, config).items():
@@ -93,7 +94,7 @@ def as_step_of(tap: str, evidence: Evidence, config: RunConfig) -> tuple[str, Ev
 
 
 def _as_step(evidence: Evidence, moved: Moved, record: StepRecord, config: RunConfig) -> Evidence:
-    """Return evidence of which a later step is the step: for `Updated`, which reads nothing but its update."""
+    """Return evidence in which a later step is the step, for `Updated`, which reads only the update."""
     starts = {name: where.start for name, (where, _) in parts_of_all(config, moved.number - 1).items()}
     optimizer = {kind: Cut(arrays, starts) for kind, arrays in moved.after.optimizer.items()}
     return replace(

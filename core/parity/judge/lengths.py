@@ -1,4 +1,4 @@
-"""Find length errors shared by many tensors, each of which alone is too far from the truth's direction."""
+"""Find an error of length that many tensors share, if the direction of each one is wrong too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from lockstep.core.parity.measures.verdict import Finding
 
 
 def with_typical_lengths(findings: Sequence[Finding], known: Mapping[str, float]) -> list[Finding]:
-    """Return the findings; if one stage's are off by a count in the median, its first broken one has a note of it.
+    """Return the findings. If a stage's lengths are wrong by a count in the median, its first broken one gets a note.
 
-    known: numbers of the step (`known_scalars`). A stage in which a tensor's own length was named is left as it is.
+    known: numbers of the step (`known_scalars`).
+    A stage with a note about a single tensor's length does not change.
     """
     broken: dict[tuple[str, str], list[Finding]] = {}
     for one in findings:

@@ -1,8 +1,8 @@
-"""Local checks: every stage of the model, forward and backward, from the candidate's own inputs to it.
+"""Local checks: compare each stage of the model, forward and backward, from the candidate's own inputs to it.
 
-Upstream error is gone, so sensitivity is highest and the culprit is named directly. A stage's backward is fed the
-candidate's own inputs and the candidate's own gradient of its output; what it must send back is compared at each
-*edge*: the gradient that this stage alone sends to each of its inputs and parameters.
+Errors of earlier stages do not enter, so the sensitivity is highest and the faulty stage is named directly. The
+backward pass of a stage gets the candidate's own inputs and the candidate's own gradient of its output. Its results are
+compared at each *edge*: the gradient that this stage alone contributes to each of its inputs and parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ from lockstep.core.train.loss_scale import SCALE
 
 
 class Sent(NamedTuple):
-    """A stage's gradient of an input, by the twin and by the truth. sums: of the matrix unit that makes it."""
+    """The gradient of a stage with respect to one input, in the twin and in the truth.
+
+    sums: error of the matrix unit's sums.
+    """
 
     twin: np.ndarray
     truth: np.ndarray
@@ -60,9 +63,10 @@ def stages(
     missing: list[str],
     chosen: Callable[[Operation], bool] = lambda stage: True,
 ) -> Iterator[Finding]:
-    """Compare each stage's output, then each gradient that it sends back, in no particular order of the chain.
+    """Compare the output of each stage, then each gradient that the stage computes. The order is not that of the chain.
 
-    chosen: which stages; sums of gradients are those of tensors that a chosen one writes.
+    missing: receives the comparisons that are not possible.
+    chosen: selects the stages. Sums of gradients are compared for tensors that a selected stage writes.
     """
     if not evidence.taps:
         return
@@ -130,7 +134,7 @@ def stages(
                 size, scale = sides[1].size, _norm(grad)
                 yield compare_cancelled(reference, stage.id, name, "local", errors, scale, size, stage.layer)
                 continue
-            # A parameter's gradient sums over all tokens.
+            # The gradient of a parameter is a sum over all tokens.
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
             of_role = of_sums(reference.config, stage, role, inputs)
@@ -144,10 +148,9 @@ def stages(
 class Program:
     """The comparison of the training program with the tapped one, and of its gradients with the session's.
 
-    The two programs may differ by what honest rounding makes of the same mathematics: their distance is held against
-    that between twin and truth. Where gradients cancel, both are large.
-    Where the session does not show what its program gave before anything else touched it, the two links are one, and
-    it is called `compiler` under compile and `gradients` else.
+    The two programs may differ by honest rounding of the same mathematics, so their distance is bounded relative to the
+    distance between twin and truth. Where gradients cancel, both distances are large. If the session does not show its
+    program's gradients before later processing, the two links are one: `compiler` under compile, else `gradients`.
     """
 
     def __init__(self, evidence: Evidence, reference: Reference) -> None:
@@ -155,7 +158,7 @@ class Program:
         self._bridges: list[Finding] = []
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
-        """Compare a parameter's gradient of both programs while twin's and truth's are there."""
+        """Compare a parameter's gradient in both programs while the twin's and the truth's are in memory."""
         micro = self._evidence.probed
         if micro is None:
             return
@@ -169,7 +172,7 @@ class Program:
             self._bridges += _bridge(stage, name, *sides, twin, truth, errors, self._reference, keeps)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the comparisons that were made, and those of the candidate's own gradients with each other."""
+        """Yield the comparisons of both programs, then those of the candidate's own gradients with each other."""
         yield from self._bridges
         micro = self._evidence.probed
         if micro is None:
@@ -182,7 +185,7 @@ class Program:
 
 
 def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare the gradients of several micro-batches with the weighted sum of each one's own."""
+    """Compare the gradients of several micro-batches together with the weighted sum of the separate ones."""
     found = evidence.accumulated
     if found is None:
         return
@@ -200,7 +203,7 @@ def accumulation(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare gradients reduced over ranks with the sum of the ranks' own, and the ranks' states afterwards."""
+    """Compare the gradients reduced over ranks with the sum of the ranks' gradients; then the states of the ranks."""
     found, dtype = evidence.reduced, reference.config.parallel.gradient_dtype
     if found is not None:
         for name, whole in found.whole.grads.items():
@@ -230,17 +233,18 @@ def reduction(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     yield from _same_on_every_rank(evidence, reference)
 
 
-# Formats in which gradients may be summed: the unit roundoff, and half the smallest spacing.
+# Formats in which gradients may be summed: unit roundoff, and half the smallest spacing.
 NARROW = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 
 
 def _narrowly_reduced(
     name: str, whole: np.ndarray, total: np.ndarray, together: np.ndarray, reference: Reference
 ) -> Finding:
-    """Compare a sum in a declared narrow format: one rounding when a rank's part is cast, one an addition.
+    """Compare a sum in a declared narrow format. Each rank's part is rounded once when cast, and each addition once.
 
-    Each is at most u of what it rounds, and that no larger than the sum of the parts' magnitudes (Higham 2002, 4.2),
-    or half the smallest spacing. together: the sum of the parts' magnitudes, float64.
+    A rounding error is at most u times the rounded number, which is at most the sum of the parts' magnitudes (Higham
+    2002, 4.2), or half the smallest spacing.
+    together: the sum of the parts' magnitudes, float64.
     """
     ranks, dtype = reference.config.train.ranks, reference.config.parallel.gradient_dtype
     return _rounded_sum("reduction", name, whole, total, together, ranks, dtype, f" over {ranks} ranks")
@@ -256,7 +260,7 @@ def _rounded_sum(
     dtype: str,
     over: str = "",
 ) -> Finding:
-    """Compare a sum that takes `roundings` roundings to a narrow format with the sum of its parts in a wide one."""
+    """Compare a sum with `roundings` roundings to a narrow format with the sum of its parts in a wide format."""
     roundoff, smallest = NARROW[dtype]
     size = float(np.linalg.norm(total.astype(np.float64)))
     lost = roundings * (roundoff * float(np.linalg.norm(together)) + smallest * math.sqrt(total.size))
@@ -266,7 +270,7 @@ def _rounded_sum(
     return finding(stage, name, "local", (measure,), whole.size, float(np.mean(whole != total)), phase="backward")
 
 
-# Field of a rank's record → the link to which it belongs.
+# Field of a rank's record → the link it belongs to.
 OF_EVERY_RANK = {
     "digest": "tokens",
     "step": "step_count",
@@ -277,7 +281,7 @@ OF_EVERY_RANK = {
 
 
 def _same_on_every_rank(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare each rank's record and state with rank 0's: equal, bit for bit."""
+    """Compare each rank's record and state with rank 0's, bit for bit."""
     if len(evidence.ranks) < 2:
         return
     first, *others = evidence.ranks
@@ -299,9 +303,9 @@ def _same_on_every_rank(evidence: Evidence, reference: Reference) -> Iterator[Fi
 
 
 def _same_taps(first: RankReport, others: Sequence[RankReport], reference: Reference) -> Iterator[Finding]:
-    """Compare each rank's taps of one micro-batch with rank 0's, whose stages are judged: equal bits at every tap.
+    """Compare each rank's taps of one micro-batch with rank 0's: each tap must have equal bits.
 
-    A stage is named where a rank was given the inputs that rank 0 was given, and computed something else.
+    Rank 0's stages are judged separately. A stage is named if a rank has rank 0's inputs to it and another result.
     """
     if not first.taps:
         return
@@ -337,7 +341,7 @@ def _same_taps(first: RankReport, others: Sequence[RankReport], reference: Refer
 
 
 def not_compared(evidence: Evidence) -> list[str]:
-    """List, in words, what could not be compared between rank 0 and other ranks."""
+    """List, in words, the comparisons between rank 0 and other ranks that were not possible."""
     if len(evidence.ranks) < 2:
         return []
     first, *others = evidence.ranks
@@ -358,13 +362,13 @@ def _inputs(stage: Operation, evidence: Evidence) -> dict[str, np.ndarray]:
 
 
 def _as_computed(evidence: Evidence) -> Evidence:
-    """Return the evidence with gradients times the loss scale, as the backward pass had them within FP16's range."""
+    """Return the evidence with gradients times the loss scale, as the backward pass had them, for FP16's range."""
     scale = evidence.before.scalars.get(SCALE, 1.0)
     return evidence if scale == 1 else replace(evidence, taps=Scaled(evidence.taps, np.float32(scale), GRADIENT))
 
 
 def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -> tuple[Arrays, Arrays]:
-    # FP64 has no FP8: the truth is the plain stage.
+    # FP64 has no FP8, so the truth is the plain stage.
     names = (variant, stage.id) if len(reference.sessions) > 1 else (stage.id,)
     sides = zip(names, reference.sessions, strict=True)
     outputs = [run_operation(session, name, stage, inputs) for name, session in sides]
@@ -374,7 +378,7 @@ def _run(stage: Operation, variant: str, inputs: Arrays, reference: Reference) -
 
 
 def _not_shown(stage: Operation, absent: Sequence[str], said: Sequence[str]) -> Iterator[str]:
-    """Yield, once for all blocks, that a stage is not judged: the session declares that it cannot show these taps."""
+    """Yield a message that a stage is not judged, once for all blocks: the session cannot show these taps."""
     names = (tap if stage.layer is None else tap.removeprefix(f"blocks.{stage.layer}.") for tap in absent)
     line = f"local checks of {stage.id}: the candidate does not show {', '.join(names)}"
     if line not in said:
@@ -382,7 +386,7 @@ def _not_shown(stage: Operation, absent: Sequence[str], said: Sequence[str]) -> 
 
 
 def _loss_backward(evidence: Evidence, reference: Reference) -> Finding:
-    """Compare the gradient of each token's NLL with its weight's share."""
+    """Compare the gradient of each token's NLL with the share of its weight."""
     part = evidence.weighted
     share = part.weights.astype(np.float64) / evidence.tapped.weights.sum(dtype=np.float64)
     share *= evidence.before.scalars.get(SCALE, 1.0)
@@ -402,7 +406,10 @@ def _sent_back(
     noise: NoiseOf,
     sums: OfSums,
 ) -> Finding:
-    """Compare one gradient that a stage sends back; one that never came is zero."""
+    """Compare one gradient that a stage computes. A missing gradient is compared as zero.
+
+    sides: the twin's and the truth's.
+    """
     w, t = sides
     c = taps.get(GRADIENT + name)
     note = "" if c is not None else "no gradient came back"
@@ -421,10 +428,10 @@ def _sent_back(
 def _unless_twin_overflows(
     found: Finding, c: np.ndarray | None, twin: Sequence[np.ndarray], missing: list[str]
 ) -> Iterator[Finding]:
-    """Yield the finding; drop a broken one where candidate and twin are both not finite from the same inputs.
+    """Yield the finding. Drop a broken one if candidate and twin are both not finite for the same inputs.
 
     FP16 overflows at a large loss scale in an honest stage as well. A candidate that is finite there is compared.
-    twin: what the twin makes of the candidate's inputs, or the parts of a sum.
+    twin: the twin's results for the candidate's inputs, or the parts of a sum.
     """
     if found.ok or c is None or np.isfinite(c).all() or all(np.isfinite(part).all() for part in twin):
         yield found
@@ -445,8 +452,8 @@ def _sum(
 ) -> Iterator[Finding]:
     """Compare a shared tensor's gradient with the sum of its consumers' parts.
 
-    Parts that the candidate shows are its own; for others the twin's and the truth's stand in. If the sum is wrong, one
-    of those is: the one in whose direction the difference points.
+    Parts that the candidate shows are its own. The twin's and the truth's replace the others. If the sum is wrong, one
+    of the replaced parts is: that in whose direction the difference points.
     """
     total = taps.get(GRADIENT + shared.name)
     names = [GRADIENT + edge for _, _, edge in shared.consumers if edge and GRADIENT + edge in taps]
@@ -467,7 +474,7 @@ def _sum(
 
 
 def _sum_of_shown(shared: Shared, total: np.ndarray, parts: Sequence[np.ndarray], reference: Reference) -> Finding:
-    """Compare a sum with its parts, which the candidate shows, in the format in which the plan of casts keeps it."""
+    """Compare a sum with its parts, which the candidate shows, in the format of the plan of casts."""
     precision, stage = reference.config.precision, shared.producer.id
     together, sizes = np.zeros(total.shape), []
     for part in parts:
@@ -491,7 +498,7 @@ def _sum_with_hidden(
     taps: Mapping[str, np.ndarray],
     reference: Reference,
 ) -> Finding:
-    """Compare a sum where some parts are not shown: the reference's own, twin's and truth's, stand in."""
+    """Compare a sum of which some parts are hidden. The twin's and the truth's parts replace them."""
     of_hidden = [(sent[key].twin, sent[key].truth) for key in hidden]
     shape = of_hidden[0][1].shape
     c = np.broadcast_to(np.zeros((), of_hidden[0][0].dtype), shape) if total is None else total
@@ -537,14 +544,16 @@ def _bridge(
     reference: Reference,
     keeps_bits: bool,
 ) -> Iterator[Finding]:
-    """Compare the untapped with the tapped gradient, as a twin distance.
+    """Compare the gradient of the training program with that of the tapped one, as a twin distance.
 
-    keeps_bits: both programs must give the same bits; else they may be as far apart as two that a compiler made.
+    w, t: the twin's and the truth's gradient.
+    errors: upper limit on the number of independent errors.
+    keeps_bits: both programs must give the same bits. Otherwise they may differ as much as compiled programs do.
     """
     if not untapped.shape == tapped.shape == t.shape:
         yield exact(stage, name, 1, 1, "shapes must be equal", f"{untapped.shape}, {tapped.shape}", "backward")
         return
-    # Candidate minus tapped, added to the twin: all three measures then describe the difference.
+    # The difference of the two programs, added to the twin: all three measures then describe this difference.
     sums, unequal = Sums(t.shape), 0
     for where in stretches(t.size):
         of_twin, mine, theirs = (x.reshape(-1)[where] for x in (w, untapped, tapped))
@@ -556,7 +565,7 @@ def _bridge(
     kind = calibrated_bounds.bridge_kind(reference.config.model, name)
     kind = calibrated_bounds.under_plan(reference.config, kind)
     found = reference.bound(recipe, kind, d, size)
-    if reference.config.device == "cuda" or not keeps_bits:  # if attention adds up the gradient of q in no fixed order
+    if reference.config.device == "cuda" or not keeps_bits:  # where attention sums the gradient of q in varying order
         found = tuple(measure for measure in found if measure.name != "unequal")
     measures = (*found, *_along_the_truth(found, d))
     note = ""
@@ -568,7 +577,10 @@ def _bridge(
 
 
 def _along_the_truth(found: tuple[Measure, ...], d: Distances) -> Iterator[Measure]:
-    """Bound the gain by half the bound on the distance: rounding errors point anywhere, a wrong length does not."""
+    """Bound the gain by half the bound on the distance.
+
+    Rounding errors have random directions, a wrong length has not.
+    """
     for measure in found:
         if measure.name == "twin_distance" and measure.high is not None:
             reach = measure.high / 2 * d.twin_relative_error

@@ -1,8 +1,8 @@
-"""Geometric means over layers of the excess of one tensor of theirs, end to end.
+"""Geometric means over layers of one tensor's excess, end to end.
 
-One tensor's ratio of errors shows little end to end: its bound is five times the extreme of clean runs. A fault in one
-kind of layer alone (queries and keys, say) is a small part of the mean over all parameters, and all of the mean of that
-parameter over the layers.
+The ratio of errors of one tensor has little power end to end: its bound is five times the extreme of clean runs. A
+fault in one kind of tensor in each layer (queries and keys, for example) is a small part of the mean over all
+parameters, but all of the mean over layers of this tensor.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from lockstep.core.parity.measures.verdict import OVER_LAYERS, Finding
 
 @dataclass
 class OverLayers:
-    """The end-to-end comparisons of one check, which give the mean of each tensor over the layers that have it."""
+    """The end-to-end comparisons of one check, for the mean of each tensor over its layers."""
 
     reference: Reference
     _seen: dict[tuple[str, str, str, str], list[tuple[float, int]]] = field(default_factory=dict)
 
     def add(self, found: Finding, kind: str, errors: int) -> None:
-        """Add a comparison of a layer's tensor. errors: independent errors that the tensor carries."""
+        """Add a comparison of a layer's tensor. errors: number of independent errors in the tensor."""
         excess = next((m.value for m in found.measures if m.name == "excess"), None)
         if found.layer is not None and excess is not None:
             tensor = found.tap.split(".", 2)[2]
             self._seen.setdefault((found.stage, found.phase, tensor, kind), []).append((excess, errors))
 
     def findings(self) -> Iterator[Finding]:
-        """Yield a finding for each tensor of two layers or more, where clean runs of the recipe measured such means."""
+        """Yield a finding for each tensor of at least two layers, if clean runs of the recipe measured such means."""
         for (stage, phase, tensor, kind), seen in self._seen.items():
             if len(seen) < 2:
                 continue

@@ -1,4 +1,4 @@
-"""Local comparisons summed over the checks of a run: findings of scope `over_steps` (core/parity/judge/bias.py)."""
+"""Sum local comparisons over the checks of a run: findings of scope `over_steps` (core/parity/judge/bias.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.parity.measures.verdict import Finding
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The inputs of a key's bounds, and a finding as the pattern of the new one."""
+    """The arguments of a key's bounds, and a finding as the pattern of the new one."""
 
     finding: Finding
     kind: str
@@ -28,8 +28,9 @@ class _Comparison:
 class OverSteps:
     """The running sums of one run, and their findings after each check.
 
-    means: of excesses end to end. last_step: that of the last check in the sums. accused: whether a sum left its
-    bounds.
+    means: means of end-to-end excesses.
+    last_step: step of the last check in the sums.
+    accused: whether a sum exceeded its bounds.
     """
 
     recipe: str
@@ -52,9 +53,9 @@ class OverSteps:
         gain_difference: float,
         systematic: float = 0.0,
     ) -> None:
-        """Add a local comparison that holds by itself. sketches: (K,) of c − w, w − t and t.
+        """Add a local comparison that holds. sketches: (K,) of c − w, w − t and t.
 
-        systematic: what every check may have in common by the way a matrix unit sums, in units of the twin's error.
+        systematic: error of a matrix unit's sums that all checks have in common, in units of the twin's error.
         """
         key = (found.stage, found.phase, found.tap)
         # After a resume, a run may continue with micro-batches of another size.
@@ -64,7 +65,7 @@ class OverSteps:
             self._seen[key] = _Comparison(found, kind, size, systematic)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield one finding for every key that was added to since the last call and has enough checks behind it."""
+        """Yield a finding for each key that has changed since the last call and has enough checks."""
         for found in self._findings():
             self.accused |= not found.ok
             yield found
@@ -80,17 +81,18 @@ class OverSteps:
         yield from self.means.findings()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return everything as arrays for one npz, from which `resumed` goes on."""
+        """Return the state as arrays for one npz file. `resumed` is the inverse."""
         about = {"recipe": self.recipe, "last_step": self.last_step, "accused": self.accused}
         return self.bias.to_arrays() | self.means.to_arrays() | {name: np.asarray(x) for name, x in about.items()}
 
     @classmethod
     def resumed(cls, recipe: str, arrays: Mapping[str, np.ndarray], step: int) -> OverSteps | None:
-        """Restore the sums of an earlier part of a run, before its check of `step`; None where they must begin anew.
+        """Restore the sums of an earlier part of a run before its check of `step`.
 
-        They must begin anew if they are of another recipe, or have checks of steps that the run makes again, or if a
-        sum had left its bounds: the user who resumes has mended the fault, and the checks from before would count
-        against the mended program. Raises UserError if the arrays are not whole.
+        Returns None if the sums must start again. They start again if they have another recipe, or contain checks of
+        steps that the run repeats. They also start again if a sum had exceeded its bounds: the user has presumably
+        mended the fault before the resume, and the old checks would count against the mended program. Raises UserError
+        if the arrays are incomplete.
         """
         try:
             stored, last_step, accused = str(arrays["recipe"]), int(arrays["last_step"]), bool(arrays["accused"])

@@ -1,8 +1,8 @@
-"""Judge the step as it runs: its own loss weights, all of its sequences, its own number of micro-batches.
+"""Judge the step as it runs: with its own loss weights, all of its sequences and all of its micro-batches.
 
 The micro-batch whose stages are shown has uneven weights on a few sequences. A program may have a branch for weights
-that are all 1, or be wrong in rows, or in a fourth micro-batch, that are not among those. So the step's own NLL and
-gradients are compared with the reference end to end, and what it accumulated with the sum of its micro-batches.
+that are all 1, or a fault in other rows or in a fourth micro-batch. So the step's own NLL and gradients are compared
+with the reference end to end, and its accumulated gradients with the sum over its micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 # Two results that differ only by some roundings are closer than a roundoff divided by this.
 ROUNDINGS = 8
-# Clean FP32 runs, whose gradients of q and k cancel, reached 2e-6.
+# Clean FP32 runs with cancelling gradients of q and k reached 2e-6.
 LEAST_APART = 1e-4
 # Part of the note of each finding.
 OWN = "the step with its own weights"
@@ -44,7 +44,9 @@ OWN = "the step with its own weights"
 class Shown:
     """The part of the step that the reference repeats.
 
-    batch: of it. found: the candidate's observations of it. weight: what its loss is divided by, None for its own.
+    batch: tokens and weights of this part.
+    found: the candidate's observations of it.
+    weight: divisor of its loss; None for the batch's own weight.
     """
 
     batch: Batch
@@ -53,7 +55,7 @@ class Shown:
 
 
 def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown | None:
-    """Return the whole step in a thorough check, else one of its micro-batches; None where its gradients are hidden."""
+    """Return the whole step in a thorough check, else one of its micro-batches. None if its gradients are not shown."""
     if evidence.stepped is None:
         return None
     number = part_repeated(evidence, reference.config)
@@ -73,9 +75,9 @@ def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown
 
 
 def part_repeated(evidence: Evidence, config: RunConfig) -> int | None:
-    """Return the number of the micro-batch that the reference repeats, drawn by the step's batch; None for all of them.
+    """Return the number of the micro-batch that the reference repeats; None if it repeats all.
 
-    A thorough check repeats all.
+    A thorough check repeats all. Otherwise the digest of the step's batch selects one.
     """
     count = len(evidence.batch.cut(config.train))
     return None if evidence.thorough or count == 1 else int(evidence.batch.digest()[8:16], 16) % count
@@ -84,9 +86,10 @@ def part_repeated(evidence: Evidence, config: RunConfig) -> int | None:
 def findings(
     evidence: Evidence, reference: Reference, missing: list[str]
 ) -> tuple[list[Finding], Observations, Repeated | None]:
-    """Compare the step end to end, and with its micro-batches. Return the candidate's observations and the others too.
+    """Compare the step end to end, and with the sum of its micro-batches.
 
-    Nothing is compared where the reference gives no gradients.
+    Returns the findings, the candidate's observations, and those of the reference. Nothing is compared end to end if
+    the reference gives no gradients.
     """
     part = shown(evidence, reference, missing)
     repeated = None
@@ -94,7 +97,7 @@ def findings(
     if part is not None:
         try:
             repeated = end_to_end.repeat_alone(evidence.before, part.batch, reference, part.weight)
-            # Means over checks include only the probe, which is always a batch of the same kind.
+            # Means over checks include only the probe, whose batch is always of one kind.
             found += end_to_end.compare_with(part.found, repeated, replace(reference, over_steps=None))
         except NotSupported as reason:
             missing.append(f"the step's own gradients end to end: {reason}")
@@ -109,10 +112,10 @@ def findings(
 def _accumulated(
     evidence: Evidence, reference: Reference, repeated: Repeated | None, missing: list[str]
 ) -> Iterator[Finding]:
-    """Compare the step's gradients with the sum of what its micro-batches add, from sketches.
+    """Compare the step's gradients with the sum over its micro-batches, from sketches.
 
-    A micro-batch that was computed apart adds its share of the loss weight. Over several ranks the sum has been reduced
-    too, and is called so.
+    A micro-batch that was computed separately contributes its share of the loss weight. With several ranks the sum
+    includes the reduction, and its findings have that name.
     """
     if not evidence.own or evidence.stepped is None or evidence.not_finite:
         return
@@ -129,7 +132,7 @@ def _accumulated(
     if len(shares) != len(evidence.own):
         yield exact(stage, "micro-batches", abs(len(shares) - len(evidence.own)), len(shares), "one part each")
         return
-    # Only rounding errors, which differ when a micro-batch runs alone.
+    # These gradients are only rounding errors, which differ if a micro-batch runs separately.
     passed_over = cancelled(config.model) if rounds else {}
     for name in parameter_shapes(config.model):
         if name in passed_over:
@@ -142,29 +145,29 @@ def _accumulated(
         there = [part for part in parts if part is not None]
         whole = observed(evidence.stepped.grads[name])
         if whole.nonfinite and any(part.nonfinite for part in there):
-            continue  # a sum of non-finite parts only inherits them
+            continue  # a sum of non-finite parts is not finite either
         if not evidence.own_in_step and SCALE in evidence.before.scalars and any(part.nonfinite for part in there):
-            # Alone, a micro-batch of little weight has larger gradients than its share in the step suggests.
+            # A separate micro-batch of little weight has larger gradients than in the step.
             missing.append(f"{stage} at {name}: a micro-batch by itself overflows at this loss scale")
             continue
         yield _sum(stage, name, whole, there, shares, reference, repeated if rounds else None)
 
 
 def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare the candidate under the step's own weights with itself under others, where its program repeats bits.
+    """Compare the candidate under the step's own weights with itself under other weights, if its program repeats bits.
 
-    The NLL of a token does not depend on weights: it has the bits of the same token in `tapped`. The gradients of
-    `reweighted_batches` are those of the own weights, but for some roundings. Without a reference between them, both
-    may differ by far less than the rounding error. The nearest of them counts: in one, a single rounding that falls
-    otherwise in a token that outweighs the others can be followed by all of that token's (a clean run reached four
-    times the bound); a fault is in all of them.
+    The NLL of a token does not depend on weights, so it has the bits of the same token in `tapped`. The gradients of
+    `reweighted_batches` equal those with the own weights up to a few roundings. No reference is involved, so the
+    difference may be far below the usual rounding error. The smallest difference over the batches counts. In a single
+    one, a rounding that changes in a token which outweighs the others can change all of this token's later roundings (a
+    clean run reached four times the bound). A fault is in all of them.
     """
     config = reference.config
     if evidence.stepped is None or not evidence.taps_keep_bits or config.device == "cuda":
         return
     of_step = nll_of_tapped(evidence, config)
     if of_step is not None and evidence.probed is not None and of_step.nll.shape == evidence.probed.nll.shape:
-        # Where the probe has an end of text of its own, its tokens differ.
+        # Where the probe adds an end of text, its tokens differ.
         same = evidence.tapped.targets == of_step.batch.targets
         same &= evidence.tapped.tokens == of_step.batch.tokens
         own, nll = of_step.nll[same], evidence.probed.nll[same]
@@ -197,9 +200,9 @@ class OfStep(NamedTuple):
 
 
 def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
-    """Return the step's micro-batch from which the tapped one was made, with the NLL that the step gave it.
+    """Return the step's micro-batch from which the tapped one was made, and its NLL in the step.
 
-    None where the step shows no NLL, or has no such text.
+    None if the step shows no NLL or does not contain this text.
     """
     micros = evidence.batch.cut(config.train)
     number = next((i for i, one in enumerate(micros) if is_text_of(evidence.tapped, one)), None)
@@ -211,7 +214,7 @@ def nll_of_tapped(evidence: Evidence, config: RunConfig) -> OfStep | None:
 
 
 def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
-    """Return the most by which two gradients may differ if a few elements are rounded otherwise."""
+    """Return the largest relative difference of two gradients if a few elements are rounded differently."""
     if SCALE in evidence.before.scalars:
         # A format that needs a loss scale has fewer bits for small numbers.
         return FORMATS["bf16"].roundoff
@@ -219,7 +222,7 @@ def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
 
 
 def _apart(one: Observation, other: Observation, most: float) -> Measure:
-    """Measure the relative distance of two gradients."""
+    """Measure the relative distance of two gradients, with the bound `most`."""
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
@@ -228,9 +231,9 @@ def _apart(one: Observation, other: Observation, most: float) -> Measure:
 
 
 def _rounds_otherwise(shares: list[float], scale: float) -> bool:
-    """Return whether a micro-batch by itself is rounded otherwise than in the step.
+    """Return whether a separate micro-batch is rounded differently than in the step.
 
-    A share that is a power of two scales every number without a rounding, but for FP16, which ends at both sides.
+    A share that is a power of two scales every number exactly. In FP16, numbers may overflow or become subnormal.
     """
     return scale != 1.0 or any(share > 0 and math.frexp(share)[0] != 0.5 for share in shares)
 
@@ -246,13 +249,14 @@ def _sum(
 ) -> Finding:
     """Compare one gradient with the sum of its parts.
 
-    Allowed: a few ulp of the norm; √A of them for A additions, and √(n / K) for a sketch of n numbers, whose K sums
-    have n / K terms each (Higham & Mary 2019, theorem 2.4, to the first order); more where parts cancel. Where parts
-    are rounded otherwise than in the step, the distance of two results with independent errors of the twin's size too.
+    The bound is a few ulp of the norm, √A more for A additions, and √(n / K) more for a sketch of n numbers, whose K
+    sums have n / K terms each (Higham & Mary 2019, theorem 2.4, to first order). It is larger where parts cancel. If
+    parts are rounded differently than in the step (`repeated` is given), two results with independent errors of the
+    twin's size are allowed too.
     """
     if any(part.size != whole.size for part in parts):
         return exact(stage, name, 1, whole.size, "sizes must be equal")
-    # A micro-batch without any weight has no mean, and adds nothing.
+    # A micro-batch without any weight has no mean and contributes nothing.
     sketches = [share * part.sketch.astype(np.float64) for share, part in zip(shares, parts, strict=True) if share]
     together = np.sum(sketches, axis=0)
     size = float(np.linalg.norm(together))
@@ -277,7 +281,7 @@ def _sum(
 
 
 def _honest_error(name: str, reference: Reference, repeated: Repeated) -> tuple[float, float]:
-    """Return the twin's relative error in a gradient, and the margin on it: both sides are one program's."""
+    """Return the twin's relative error in a gradient, and the margin on it."""
     if reference.config.precision.exact:
         return calibrated_bounds.FP64_LIMIT, 1.0
     w, t = (side[PARAMETER + name] for side in (repeated.twin, repeated.truth))
@@ -290,6 +294,6 @@ def _honest_error(name: str, reference: Reference, repeated: Repeated) -> tuple[
 
 
 def _narrow(reference: Reference) -> float:
-    """Return the unit roundoff of the format in which ranks sum their gradients; 0 for that of the gradients."""
+    """Return the unit roundoff of the format in which ranks sum their gradients; 0 for one rank, or for FP32 sums."""
     roundoffs: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11}
     return roundoffs.get(reference.config.parallel.gradient_dtype, 0.0) if reference.config.train.ranks > 1 else 0.0

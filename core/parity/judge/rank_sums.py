@@ -1,7 +1,7 @@
-"""Compare the gradients of each rank after the reduction with rank 0's: a sum has one value on every rank.
+"""Compare the gradients of each rank after the reduction with rank 0's, because a sum has one value on all ranks.
 
-Rank 0's gradients are judged as those of a single process. A rank whose gradients were not all reduced would continue
-with other weights.
+Rank 0's gradients are judged as those of a single process. A rank with an incomplete reduction would continue with
+other weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.core.run.ranks import is_sharded
 
 
 def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Compare each gradient on every rank with rank 0's, bit for bit; nothing where ranks report none."""
+    """Compare each gradient on every rank with rank 0's, bit for bit. No findings if ranks report no gradients."""
     if len(ranks) < 2 or not ranks[0].gradients:
         return
     first, *others = ranks
@@ -32,10 +32,10 @@ def same_sums(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def of_the_sum(findings: Sequence[Finding], config: RunConfig) -> list[Finding]:
-    """Return the findings, with those of stages that a wrong sum over ranks made as findings of that sum.
+    """Return the findings. A stage's finding that a wrong sum over ranks causes becomes a finding of that sum.
 
-    Where weights are cut over ranks, each gradient of a weight is a sum over ranks, also in the tapped program. If a
-    gradient is not the sum of what the ranks give by themselves, the stage of that weight is not to blame.
+    With sharded weights, each gradient of a weight is a sum over ranks, also in the tapped program. If this gradient is
+    not the sum of the ranks' own, the stage of the weight is not at fault.
     """
     wrong = {one.tap for one in findings if one.stage == "reduction" and not one.ok} if is_sharded(config) else set()
 

@@ -1,7 +1,7 @@
-"""Check the numbers that a step's record only reports: no other link of the chain reads them.
+"""Check the numbers that a step's record only reports and no other link reads.
 
-Tokens and loss weight are functions of the batch, counts those of the state, and norms by group follow from weights and
-gradients that the check holds anyway.
+Tokens and loss weight follow from the batch, counts from the state, and norms by group from weights and gradients,
+which the check has.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STAGE = "record"
 
 
 def reports(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterator[Finding]:
-    """Compare tokens, loss weight, counts of the state, and norms by group where the record has them.
+    """Compare tokens, loss weight, counts of the state, and norms by group if the record has them.
 
-    `missing` gets which norms are not judged.
+    missing: receives the norms that are not judged.
     """
     record, batch = evidence.record, evidence.batch
     yield exact(STAGE, "tokens", int(record.tokens != batch.targets.size), 1, "the number of targets in the batch")
@@ -47,7 +47,7 @@ def reports(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterat
 
 
 def _norms(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterator[Finding]:
-    """Compare norms by group with those in FP64 of the candidate's own gradients, weights and updates."""
+    """Compare norms by group with the FP64 norms of the candidate's own gradients, weights and updates."""
     before, after, metrics = evidence.before.params, evidence.after.params, evidence.record.metrics
     shapes = parameter_shapes(config.model)
     grads = evidence.stepped.grads if evidence.stepped else {}
@@ -65,7 +65,7 @@ def _norms(evidence: Evidence, config: RunConfig, missing: list[str]) -> Iterato
 
 
 def _norms_of(arrays: Arrays, less: Arrays | None = None) -> dict[str, float]:
-    """Return the L2 norm of each array, or of what is left of it without another of its name, in FP64."""
+    """Return the FP64 L2 norm of each array, or of its difference from the array of the same name in `less`."""
     found = {}
     for name in arrays:
         power = 0.0

@@ -1,4 +1,4 @@
-"""Name the rank whose rows are wrong, where weights are sharded over ranks."""
+"""Name the rank whose rows are wrong, if weights are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.run.ranks import is_sharded, rows_of_rank
 
-# A comparison of some rows alone, which also takes their shape.
+# A comparison of some rows. Its arguments are the rows and the shape of this part.
 OfRows = Callable[[slice, tuple[int, ...]], Finding]
 
 
 def with_ranks(found: Finding, config: RunConfig, shape: tuple[int, ...], of_rows: OfRows) -> Finding:
-    """Add a note to a tensor's finding if it is wrong on some ranks' rows alone."""
+    """Add a note to a tensor's finding if only the rows of some ranks are wrong."""
     if found.ok or not is_sharded(config) or not shape:
         return found
     ranks = range(config.train.ranks)

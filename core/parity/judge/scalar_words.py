@@ -1,4 +1,4 @@
-"""Name the well-known mistake that gives a step's wrong scalar: another mean, another clipping, another step."""
+"""Name the well-known mistake that explains a wrong scalar of a step: another mean, another clipping, another step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.core.parity.measures import scalar_bounds
 from lockstep.core.parity.measures.verdict import Measure
 from lockstep.core.train.schedule import learning_rate
 
-# At most this many names of a number are listed.
+# At most this many explanations are listed.
 MOST = 2
 
 
 def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measure) -> str:
-    """Name what a wrong loss is, from NLL (B, S). micro: sequences of a micro-batch. held: the loss as judged."""
+    """Explain a wrong loss from NLL (B, S). micro: sequences in a micro-batch. held: measure of the loss."""
     if held.ok or not batch.weights.any():
         return ""
     wide, weights = nll.astype(np.float64), batch.weights.astype(np.float64)
@@ -52,7 +52,7 @@ def of_loss(value: float, nll: np.ndarray, batch: Batch, micro: int, held: Measu
 def of_clip_coefficient(
     value: float, norm: float, optim: OptimConfig, dtype: np.dtype[np.floating], held: Measure
 ) -> str:
-    """Name what a wrong clip coefficient is. norm: the candidate's own. held: the coefficient as it was judged."""
+    """Explain a wrong clip coefficient. norm: the candidate's own. held: measure of the coefficient."""
     if held.ok:
         return ""
     limit = optim.clip_norm
@@ -69,7 +69,7 @@ def of_clip_coefficient(
 
 
 def of_learning_rate(value: float, config: RunConfig, number: int, held: Measure) -> str:
-    """Name what a wrong learning rate of step `number` is. held: the rate as it was judged."""
+    """Explain a wrong learning rate of step `number`. held: measure of the rate."""
     if held.ok:
         return ""
     optim, steps, train = config.optim, config.train.steps, config.train
@@ -93,8 +93,8 @@ def of_learning_rate(value: float, config: RunConfig, number: int, held: Measure
 
 
 def _named(value: float, named: Mapping[str, float], dtype: np.dtype[np.floating], held: Measure) -> str:
-    """Return in words which of these numbers the value is, within the bound of the right one."""
+    """Return in words which of these numbers the value equals, within the bound of the correct number."""
     bound = held.high or 0.0
     found = [words for words, x in named.items() if math.isfinite(x) and scalar_bounds.ulps(value, x, dtype) <= bound]
-    # Several names may fit a number; the likeliest come first.
+    # Several explanations may fit. The likeliest come first.
     return f"it is {' or '.join(found[:MOST])}" if found else ""

@@ -1,4 +1,4 @@
-"""The links of a step that are not the model's: data, state, scalars, optimizer, checkpoint."""
+"""Judge the links of a step outside the model: data, state, scalars, optimizer, checkpoint."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ from lockstep.core.train.fp8_amax import without_amaxes
 from lockstep.core.train.schedule import learning_rate
 from lockstep.core.train.skipped_steps import is_made, leaves_out, scalars_after
 
-# Sizes of a stretch whose update is computed at once. A shorter stretch is padded to the next size.
+# Lengths of a slice whose update is computed at once. A shorter slice is padded to the next length.
 LENGTHS = (1 << 12, 1 << 15, 1 << 18)
-# Link of the step, by the field of its record.
+# Field of a step's record → the link it belongs to.
 OF_RECORD = {
     "loss": "loss",
     "grad_norm": "gradients",
     "clip_coefficient": "clip_coefficient",
     "lr": "learning_rate",
 }
-# The median length is judged over at least this many matrices: those of one block.
+# The median length is judged over at least this many matrices, the number in one block.
 FEWEST = 7
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
-    """Compare the batch that the candidate consumed with the one it was given, and that with the data order.
+    """Compare the batch that the candidate consumed with the one it was given, and this one with the data order.
 
-    The batch on the device is compared as well, where the session reads it back.
+    The batch on the device is compared as well, if the session reads it back.
     """
     size, digest = evidence.batch.tokens.size, evidence.batch.digest()
     basis = "equal bits, by SHA-256"
@@ -78,10 +78,10 @@ def data(evidence: Evidence) -> Iterator[Finding]:
 
 
 def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare names and shapes of weights and moments always; at step 0, the weights' bits with core/model/init.py.
+    """Compare names and shapes of weights and moments, initial weights, and the state around passes that only read it.
 
-    Imported weights follow from no seed: a session is compared with the stored ones where it takes them over
-    (core/checkpoint/taken_over.py). And changes of the state by passes that only read it.
+    At step 0 the weights must have the bits of core/model/init.py. Imported weights follow from no seed. A session that
+    takes them over is compared with the stored ones (core/checkpoint/taken_over.py).
     """
     shapes = parameter_shapes(reference.config.model)
     wrong: dict[str, None] = {}
@@ -108,7 +108,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return names that are missing, too many, or of another shape."""
+    """Return names that are missing, unexpected, or have another shape."""
     return sorted(
         n
         for n in shapes.keys() | arrays.keys()
@@ -117,14 +117,14 @@ def differing(arrays: Arrays, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Check loss, gradient norm, clip coefficient and learning rate, each recomputed from the candidate's arrays."""
+    """Check loss, gradient norm, clip coefficient and learning rate. Each is recomputed from the candidate's arrays."""
     config, record = reference.config, evidence.record
     dtype: np.dtype[np.floating] = np.dtype(reference.stream)
     for tap, (of, batch) in evidence.losses.items():
         if of is not None and of.nll.shape != batch.targets.shape:
             note = f"candidate {of.nll.shape}, batch {batch.targets.shape}"
             yield exact("nll", "nll", 1, batch.targets.size, "shapes must be equal", note)
-        # The loss of non-finite NLLs only inherits them.
+        # The mean of non-finite NLLs is not finite either.
         elif of is not None and np.isfinite(of.nll).all():
             value = record.loss if of is evidence.stepped else of.loss
             held = scalar_bounds.loss(value, of.nll, batch)
@@ -152,7 +152,10 @@ def step_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare moments and update from the candidate's own gradients, state and coefficient, relative to the update."""
+    """Compare moments and update with those that follow from the candidate's own gradients, state and coefficient.
+
+    Errors are relative to the update.
+    """
     before, after = evidence.before, evidence.after
     steps = before.step + 1
     wrong, basis = evidence.miscounted, "an optimizer has counted the updates that were made"
@@ -181,10 +184,11 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def _typical_length(lengths: Sequence[float]) -> Finding:
-    """Check the excess length that all updates of whole matrices share: single ones round by more than that.
+    """Check the error of length that the updates of all whole matrices share. Roundings of a single one are larger.
 
-    lengths: row gains, one of each matrix. The largest median of 200 clean checks of 20 shapes, with 7 to 28 matrices,
-    was 2.6e-4 where they round to bf16 inside; that of 180 was 0.019 where they do not. A single matrix reached 0.17.
+    lengths: row gain of each matrix. The largest median in 200 clean checks of 20 shapes, with 7 to 28 matrices, was
+    2.6e-4 for updates that round to bf16 inside; in 180 checks of updates that do not it was 0.019. A single matrix
+    reached 0.17.
     """
     high = peak_bounds.LEAST["rounded"].row_gain
     basis = f"median of {len(lengths)} matrices, whose own roundings point anywhere"
@@ -193,14 +197,14 @@ def _typical_length(lengths: Sequence[float]) -> Finding:
 
 
 class Updated:
-    """A parameter's moments and update, compared a stretch at a time."""
+    """A parameter's moments and update, compared slice by slice."""
 
     def __init__(
         self, evidence: Evidence, reference: Reference, name: str, part: tuple[slice, Shape] | None = None
     ) -> None:
-        """Compute the update of the parameter `name`.
+        """Prepare the comparison for the parameter `name`.
 
-        part: the elements to compare, and their shape; by default those that are due.
+        part: the elements to compare, and their shape; by default those that are due in this check.
         """
         assert evidence.stepped is not None
         config = reference.config
@@ -223,11 +227,11 @@ class Updated:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the update of the parameter is made of all of it at once."""
+        """Return whether the update of the parameter needs all of it at once."""
         return self._rule.together is None
 
     def findings(self) -> Iterator[Finding]:
-        """Compare every kind of moment, then the update; of the part that is due in this check."""
+        """Compare each kind of moment, then the update, on the part that is due in this check."""
         outputs = (*self._rule.moments, "params")
         compared = {kind: self._comparison(kind) for kind in outputs}
         for where in self._stretches():
@@ -247,7 +251,7 @@ class Updated:
             yield found
 
     def _of_rows(self, kind: str, rows: slice, shape: Shape) -> Finding:
-        """Return the finding of one kind of `findings` for some rows alone."""
+        """Return the finding of one kind for some rows."""
         row = math.prod(shape[1:])
         part = slice(rows.start * row, rows.stop * row), shape
         *moments, update = Updated(self._evidence, self._reference, self._name, part).findings()
@@ -267,7 +271,10 @@ class Updated:
             yield slice(first + where.start, first + where.stop)
 
     def _inputs(self, where: slice) -> dict[str, np.ndarray]:
-        """Return a stretch's inputs by kind, in a shape that many stretches share; zeros pad its end and stay zeros."""
+        """Return the inputs of a slice by kind.
+
+        They have a shape that many slices share; zeros pad the end and stay zero.
+        """
         found = {kind: part_of(arrays, self._name, where) for kind, arrays in self._arrays.items()}
         if self._rule.together is None:
             return {kind: x.reshape(self._shape) for kind, x in found.items()}
@@ -290,11 +297,11 @@ class Updated:
         return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
 
     def _noise(self, kind: str) -> Norms:
-        """Measure the effect of one ulp in gradients and moments on an update that rounds to a narrow format inside.
+        """Measure how one ulp in gradients and moments changes an update that rounds to a narrow format inside.
 
-        Newton–Schulz multiplies small singular values by up to 3.4⁵: in a matrix that is nearly of lower rank, each
-        bf16 rounding that falls otherwise, as sums in another order make it, comes out as large as the honest error.
-        The same for a number on the border between two 8-bit codes.
+        Newton–Schulz multiplies small singular values by up to 3.4⁵. In a matrix of nearly lower rank, a single bf16
+        rounding that another order of summation changes therefore has an effect as large as the honest error. The same
+        is true of a number on the border between two 8-bit codes.
         """
         power = 0.0
         for where in self._stretches():
@@ -313,7 +320,7 @@ def part_judged(config: RunConfig, name: str, step: int) -> tuple[slice, Shape]:
 
 
 def not_judged(config: RunConfig, step: int) -> list[str]:
-    """Describe how much of moments and update a check does not judge, if it is not all of them."""
+    """Describe the share of moments and update that a check does not judge; empty if it judges all."""
     sizes = [math.prod(shape) for shape in parameter_shapes(config.model).values()]
     judged = sum(math.prod(part_judged(config, name, step)[1]) for name in parameter_shapes(config.model))
     if judged == sum(sizes):
@@ -323,7 +330,7 @@ def not_judged(config: RunConfig, step: int) -> list[str]:
 
 
 def _same_update(config: RunConfig, name: str) -> str:
-    """Return the first parameter that moves as this one does: the reference's programs are few at any depth."""
+    """Return the first parameter with the same update, so that the reference needs few programs at any depth."""
     rules, groups, shapes = update_rules(config), groups_of(config.model), parameter_shapes(config.model)
 
     def key(one: str) -> tuple[object, ...]:
@@ -334,7 +341,7 @@ def _same_update(config: RunConfig, name: str) -> str:
 
 
 def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:
-    """Return whether the step may change weights and moments. Its loss and norm are checked elsewhere."""
+    """Return whether the step should change weights and moments. Its loss and norm are checked elsewhere."""
     config, record = reference.config, evidence.record
     if not (leaves_out(config) or without_amaxes(evidence.before.scalars)):
         return True
@@ -343,12 +350,12 @@ def _is_made(evidence: Evidence, reference: Reference, grads: Arrays) -> bool:
 
 
 def step_is_made(evidence: Evidence, reference: Reference) -> bool:
-    """Return whether the step may change anything, as far as it shows its gradients."""
+    """Return whether the step should change the state, as far as the gradients that it shows tell."""
     return _is_made(evidence, reference, evidence.stepped.grads if evidence.stepped else {})
 
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
-    """Check that nothing moved in a step whose gradients are not finite."""
+    """Check that a step with non-finite gradients changed nothing."""
     basis = "a step whose gradients are not finite is left out: equal bits"
     for stage, old, new in (
         ("moments", before.optimizer, after.optimizer),
@@ -359,7 +366,7 @@ def _left_out(before: State, after: State) -> Iterator[Finding]:
 
 
 def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
-    """Compare loss scale and counts of steps left out after the step, from those before and whether it was finite."""
+    """Compare loss scale and counts of skipped steps after the step with those that follow from the state before it."""
     before, after = (without_amaxes(state.scalars) for state in (evidence.before, evidence.after))
     if not before or evidence.stepped is None or not evidence.stepped.grads:
         return
@@ -371,10 +378,10 @@ def loss_scale(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
 
 
 def in_a_row(evidence: Evidence) -> Iterator[Finding]:
-    """Compare two steps with nothing between them, bit for bit, with the same two with a check between them.
+    """Compare two consecutive steps with the same two steps with a check between them, bit for bit.
 
-    The first difference in a step's arithmetic names the link. The judge compares them only where every other link
-    holds: a fault in one of those may act in one of the two alone.
+    The first difference in a step's arithmetic gives the link. The judge compares them only if every other link holds,
+    because a fault in one of those may act in one of the two alone.
     """
     found = evidence.in_a_row
     if not found:
@@ -400,7 +407,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     basis = "scores and samples are of the weights that the session came to, by a step or by a load: equal bits"
     for what in (EVALUATION, SAMPLING):
         if what in found:
-            # Compared with itself, the session shows nothing of the arithmetic, as two steps that do not differ.
+            # Compared with itself, the session shows nothing about the arithmetic; nor do two equal steps.
             stage = what if found[what] else _first_link((), evidence.after)
             yield exact(stage, TAPS[what], len(found[what]), 1, basis, ", ".join(found[what]))
     if ALIKE in found:
@@ -431,7 +438,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _first_link(wrong: Sequence[str], state: State) -> str:
-    """Return the first link of a step that is wrong, by fields of its record and arrays of the state after it."""
+    """Return the first wrong link of a step, from fields of its record and arrays of the state after it."""
     names = {name.partition(ON_RANK)[0].partition(AS_STEP)[0] for name in wrong}
     if of_record := [stage for name, stage in OF_RECORD.items() if name in names]:
         return of_record[0]
@@ -440,7 +447,7 @@ def _first_link(wrong: Sequence[str], state: State) -> str:
 
 
 def checkpoint(evidence: Evidence) -> Iterator[Finding]:
-    """Compare the state after it was written, read back and loaded: equal bits."""
+    """Compare the state after the step with the one written to a checkpoint, read and loaded: equal bits."""
     if evidence.reloaded is None:
         return
     now, then = tensors(evidence.reloaded), tensors(evidence.after)
@@ -458,7 +465,7 @@ def checkpoint(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _equal(now: Arrays, then: Arrays, name: str) -> bool:
-    """Return whether two arrays have the same bits, by digests where they have some."""
+    """Return whether two arrays have the same bits, by their digests if both have some."""
     if name not in now or name not in then:
         return False
     if isinstance(now, HasDigests) and isinstance(then, HasDigests):
@@ -472,7 +479,7 @@ def tensors(state: State) -> dict[str, Arrays]:
 
 
 def flat(state: State) -> dict[str, np.ndarray]:
-    """Return every array of a state by `params/NAME`, `KIND/NAME`, and `step`."""
+    """Return every array of a state by `params/NAME`, `KIND/NAME`, `scalars/NAME` and `step`."""
     arrays = {f"params/{name}": array for name, array in state.params.items()}
     arrays |= {f"{kind}/{name}": array for kind, tree in state.optimizer.items() for name, array in tree.items()}
     scalars = {f"scalars/{name}": np.asarray(value) for name, value in state.scalars.items()}

@@ -1,4 +1,4 @@
-"""Compare a run's validation with twin and truth at the weights after the step, and a record's means with scores."""
+"""Compare validation scores with twin and truth at the weights after the step, and their means with the record."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.side_by_side import passes
 from lockstep.core.train.validation import LOSS, LOSS_OF, TOP1
 
-# Prefix of `nll` and `top1` for single tokens.
+# Prefix of the taps `nll` and `top1` of single tokens.
 OF_TOKENS = "validation/"
-# Metric of a record → the scores whose mean it is.
+# Metric of a record → the scores of which it is the mean.
 MEANS = {LOSS: "nll", TOP1: "top1"}
 
 
 def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> Iterator[Finding]:
-    """Compare one micro-batch's scores token by token, on its sequences with weight, and the means of all.
+    """Compare the scores of one micro-batch token by token, on its sequences with weight, and the means over all.
 
-    `missing` gets why scores were not judged. Raises NotSupported if the reference shows no taps.
+    missing: receives the scores that were not judged, with the reason.
+    Raises NotSupported if the reference shows no taps.
     """
     held_out = evidence.held_out
     if held_out is None:
@@ -45,10 +46,10 @@ def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> 
 
 
 def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
-    """Compare each mean in a record with that of its scores, summed exactly; of a mixture also each data set's.
+    """Compare each mean in a record with the exact mean of its scores, and for a mixture the mean of each data set.
 
-    A mean of a data set that is not in the record, or of one that is not in the mixture, is wrong. Bound: that of a sum
-    in FP64 (scalar_bounds.py), in which the trainer accumulates.
+    It is wrong if the mean of a data set is missing in the record, or if the record has one for no data set. The bound
+    is that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
     """
     held = {metric: np.asarray(every[name]) for metric, name in MEANS.items()}
     if "source" in every:
@@ -61,7 +62,7 @@ def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
         said = metrics.get(metric)
         due = _mean(scores)
         bound, basis = scalar_bounds.sum_bound(scores.size)
-        # The mean of non-finite scores only inherits them.
+        # The mean of non-finite scores is not finite either.
         inherited = not math.isfinite(due) and scalar_bounds.same(said, due)
         apart = 0.0 if inherited else math.inf if said is None else scalar_bounds.ulps(said, due, np.dtype(np.float64))
         measure = Measure("ulp", apart, None, bound, f"the mean over all tokens, in FP64: {basis}")
