@@ -84,7 +84,7 @@ class Means:
         kinds, sizes, counts = (arrays[f"mean_{name}"].tolist() for name in ("kinds", "sizes", "checks"))
         logarithms = arrays["mean_logarithms"].tolist()
         if len(logarithms) != sum(counts) or min(counts, default=1) < 1 or not all(map(math.isfinite, logarithms)):
-            raise ValueError("means of other numbers than are there")
+            raise ValueError("the counts of the means do not fit their numbers")
         means = cls(recipe)
         for kind, size, count in zip(kinds, sizes, counts, strict=True):
             means._means[kind] = _Mean(None, logarithms[:count], size)

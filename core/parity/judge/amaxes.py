@@ -46,7 +46,7 @@ def amaxes(
     seen = {name: tuple(after.get(key(name, cast, 0), np.nan) for cast in CASTS) for name in names}
     due = amaxes_after(config, before, seen) if made else {n: x for n, x in before.items() if n.startswith(PREFIX)}
     wrong = [name for name, value in due.items() if after.get(name) != value]
-    basis = "each step's amaxes a step older, the oldest forgotten" if made else "a step left out is not remembered"
+    basis = "amaxes move by one place, the oldest is dropped" if made else "a skipped step leaves the history"
     yield exact(STAGE, "history", len(wrong), len(due), basis, ", ".join(wrong[:5]))
     yield from _around_load(evidence)
     yield from _of_tensors(evidence, reference, repeated)
@@ -71,7 +71,7 @@ def _around_load(evidence: Evidence) -> Iterator[Finding]:
     apart = max(
         float(np.linalg.norm(second.get(n, np.inf) - x)) / (float(np.linalg.norm(x)) or 1.0) for n, x in first.items()
     )
-    basis = "the gradients of a micro-batch after the step, and when the state after it has been loaded"
+    basis = "gradients of a micro-batch right after the step, and after loading its state"
     measure = Measure("relative_error", apart, None, LEAST_APART, basis)
     yield finding(STAGE, "scales", "local", (measure,), len(first))
 
@@ -114,7 +114,7 @@ def _of_step(evidence: Evidence, seen: dict[str, tuple[float, ...]]) -> Iterator
     for name, noted in seen.items() if evidence.step_amaxes else ():
         told = [float(x) for x in evidence.step_amaxes.get(name, [np.nan] * len(CASTS))]
         wrong = [cast for cast, one, other in zip(CASTS, noted, told, strict=True) if one != other]
-        basis = "what the step's passes saw is remembered"
+        basis = "the history holds the amaxes of the step's passes"
         yield exact(STAGE, f"remembered/{name}", len(wrong), len(CASTS), basis, ", ".join(wrong))
 
 
@@ -134,7 +134,7 @@ def _of_micro_batches(
     share, weights = 1 / len(micros), {float(micro.weights.sum(dtype=np.float64)) for micro in micros}
     alike = in_step or (len(weights) == 1 and math.frexp(share)[0] == 0.5)
     share = 1.0 if in_step else share
-    basis = f"the largest of the step's micro-batches, {'as each was made' if in_step else 'computed one by one'}"
+    basis = f"the largest of the step's micro-batches, {'inside the step' if in_step else 'computed separately'}"
     most = 0.0 if in_step or config.device != "cuda" else 2 * FORMATS["bf16"].roundoff
     for cast, factor in {"input": 1.0, **({"gradient": share} if alike else {})}.items():
         at = CASTS.index(cast)

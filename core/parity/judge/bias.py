@@ -230,7 +230,7 @@ class Bias:
         ):
             most, most_gain = limits(float(counted), distance_bound, gain_bound, size, common)
             over = f"{sums.checks} checks" if not suffix else f"the last checks, {counted:.0f} in effect"
-            over += f" (+{common:.2g} by the way a matrix unit sums)" if common else ""
+            over += f" (+{common:.2g} for a matrix unit's sums)" if common else ""
             least = most / math.sqrt(counted)
             found += [
                 Measure(
@@ -238,8 +238,8 @@ class Bias:
                     float(bias),
                     None,
                     most,
-                    f"{over}, each within {distance_bound:.3g} and unlike the others; "
-                    f"finds a constant part of {least:.2g} of the twin's error",
+                    f"{over}, each within {distance_bound:.3g} and uncorrelated; "
+                    f"detects a constant part of {least:.2g} of the twin's error",
                 ),
                 Measure(
                     f"gain_bias{suffix}",
@@ -286,5 +286,5 @@ class Bias:
                     total.copy(), gain.copy(), weight.copy(), power.copy(), checks, points
                 )
         except (KeyError, ValueError) as error:
-            raise UserError(f"these are no whole bias sums: {error}") from None
+            raise UserError(f"these bias sums are incomplete: {error}") from None
         return bias

@@ -45,9 +45,9 @@ def _not_exercised(evidence: Evidence, config: RunConfig) -> Iterator[tuple[str,
         yield "attention window", f"sequences of {length:,} tokens are not longer than model.window"
     yield from _attention_cap(evidence, config)
     if own.end_of_text is not None and not any(map(has_end_of_text, compared)):
-        yield "end of text", "of the tokens that were compared, none ends a document"
+        yield "end of text", "no compared token ends a document"
     for other in sorted({*train.lengths} - {length}):
-        yield f"sequences of {other:,} tokens", f"those of this step have {length:,}"
+        yield f"sequences of {other:,} tokens", f"sequences of this step have {length:,}"
     if not evidence.own:
         yield "accumulation", "the step is one micro-batch" if train.accumulation == 1 else ""
     if train.ranks > 1 and evidence.reduced is None and not evidence.own:

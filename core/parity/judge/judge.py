@@ -93,7 +93,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
             findings += later_scalars(evidence, reference)
             findings += _as_far_as_it_goes(partial(later_updates, evidence, reference), missing)
     else:
-        missing.append("all that follows from the weights: the reference has no such parameters")
+        missing.append("comparisons that need the weights: the reference has no such parameters")
     unseen = len(evidence.tapped.tokens) - len(evidence.weighted.tokens)
     if evidence.taps and unseen:
         missing.append(f"local checks of {unseen} of the micro-batch's sequences")
@@ -101,7 +101,7 @@ def _judge(evidence: Evidence, reference: Reference) -> Check:
         missing.append("reduction over ranks: one process")
     missing += local.not_compared(evidence)
     if is_sharded(reference.config) and evidence.taps:
-        missing.append("local checks of the backward stages on other ranks than 0: their losses do not count there")
+        missing.append("local checks of the backward stages on ranks other than 0: the tapped loss has no weight there")
     idle = not_exercised(evidence, reference.config)
     missing += [f"{lever}, which was not exercised: {why}" for lever, why in idle.items() if why]
     seconds = time.perf_counter() - started + evidence.seconds
@@ -211,8 +211,8 @@ def _finite_or_blamed(
         return findings
     there = [f for f in findings if all(math.isfinite(m.value) for m in f.measures)]
     gone, scale = len(findings) - len(there), before.scalars.get(SCALE)
-    at_scale = f"FP16 cannot hold at a loss scale of {scale:g}, as its twin cannot" if scale else ""
-    missing.append(f"{gone} comparisons of what {at_scale or 'is not finite, nor is its twin'}")
+    at_scale = f"outside FP16's range at a loss scale of {scale:g}, as in the twin" if scale else ""
+    missing.append(f"{gone} comparisons of numbers {at_scale or 'that are not finite, as in the twin'}")
     return there
 
 
@@ -233,7 +233,7 @@ def _repeated(
         before, tapped = evidence.before, evidence.tapped
         return end_to_end.repeat(asked, before, tapped, tapped, reference, missing, program, of_logits)
     except NotSupported as reason:
-        missing.append(f"what is compared end to end: {reason}")
+        missing.append(f"end-to-end comparisons: {reason}")
         return None
 
 

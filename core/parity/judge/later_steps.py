@@ -64,7 +64,7 @@ def later_scalars(evidence: Evidence, reference: Reference) -> Iterator[Finding]
             wrong = sorted(name for name in names if after.get(name) != due[name])
             words = ", ".join([note, *wrong[:5]])
             if names:
-                yield exact(stage, f"{tap}{suffix}", len(wrong), len(names), "the rule, by the state before it", words)
+                yield exact(stage, f"{tap}{suffix}", len(wrong), len(names), "the rule, from the state before", words)
 
 
 def _is_whole(moved: Moved, kept: Mapping[str, tuple[slice, Shape]], kinds: Mapping[str, list[str]]) -> bool:

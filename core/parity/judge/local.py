@@ -83,7 +83,7 @@ def stages(
             if set(absent) <= set(evidence.hidden_taps):
                 missing += _not_shown(stage, absent, missing)
                 continue
-            basis = "every tap that was asked for is there"
+            basis = "every requested tap is present"
             yield exact(stage.id, stage.tap, len(absent), len(absent), basis, ", ".join(absent))
             continue
         inputs = _inputs(stage, evidence)
@@ -346,7 +346,7 @@ def not_compared(evidence: Evidence) -> list[str]:
         return []
     first, *others = evidence.ranks
     if not first.taps:
-        return ["stages on other ranks than 0: they show no taps that must be equal"]
+        return ["stages on ranks other than 0: they show no taps that must be equal"]
     return [
         f"stages on rank {rank}: it computes on {one.processor}, and rank 0 on {first.processor}"
         for rank, one in enumerate(others, 1)
@@ -467,7 +467,7 @@ def _sum(
         found = _sum_with_hidden(shared, total, names, by_key, sent, taps, reference)
         yield from _unless_twin_overflows(found, total, of_twin, missing)
     elif total is None:
-        yield exact(shared.producer.id, shared.name, 1, 1, "what its consumers send back arrives", phase="backward")
+        yield exact(shared.producer.id, shared.name, 1, 1, "the gradients of its consumers arrive", phase="backward")
     else:
         found = _at(_sum_of_shown(shared, total, shown, reference), shared.producer)
         yield from _unless_twin_overflows(found, total, shown, missing)

@@ -101,5 +101,5 @@ class OverSteps:
             sums = cls(recipe, Bias.from_arrays(arrays), last_step=last_step)
             sums.means = Means.from_arrays(recipe, arrays)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"these are no whole sums over checks: {error}") from None
+            raise UserError(f"these sums over checks are incomplete: {error}") from None
         return sums

@@ -62,7 +62,7 @@ def shown(evidence: Evidence, reference: Reference, missing: list[str]) -> Shown
     if number is None:
         return Shown(evidence.batch, end_to_end.observations(evidence.stepped, {}, reference.config.model))
     if not evidence.own:
-        missing.append("the step's own gradients end to end: those of a single micro-batch are not known")
+        missing.append("the step's own gradients end to end: gradients of single micro-batches are unknown")
         return None
     micros = evidence.batch.cut(reference.config.train)
     if len(evidence.own) != len(micros):  # `_accumulated` reports the wrong number
@@ -127,7 +127,7 @@ def _accumulated(
     rounds = not evidence.own_in_step and _rounds_otherwise(shares, evidence.before.scalars.get(SCALE, 1.0))
     shares = [1.0] * len(shares) if evidence.own_in_step else shares
     if rounds and repeated is None:
-        missing.append(f"{stage} of the step's micro-batches: how far honest ones may be apart is not known")
+        missing.append(f"{stage} of the step's micro-batches: the difference of honest ones is unknown")
         return
     if len(shares) != len(evidence.own):
         yield exact(stage, "micro-batches", abs(len(shares) - len(evidence.own)), len(shares), "one part each")
@@ -226,7 +226,7 @@ def _apart(one: Observation, other: Observation, most: float) -> Measure:
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
-    basis = "the same gradient with loss weights twice as large, one by an ulp less: a fraction of a roundoff"
+    basis = "the same gradient with loss weights twice as large, but one by an ulp: a fraction of a roundoff"
     return Measure("relative_error", distance, None, most, basis)
 
 
@@ -269,7 +269,7 @@ def _sum(
     if repeated is not None:
         error, margin = _honest_error(name, reference, repeated)
         high += margin * math.sqrt(2) * error * max(1.0, quadrature / size if size else 1.0)
-        basis += f", and {margin:.2g}·√2 of the twin's error {error:.1e}: a part by itself is rounded otherwise"
+        basis += f", and {margin:.2g}·√2 of the twin's error {error:.1e}: a separate part is rounded differently"
     if (narrow := _narrow(reference)) and size:
         high += reference.config.train.ranks * narrow * sum(float(np.linalg.norm(one)) for one in sketches) / size
         basis += f", and {reference.config.train.ranks} roundings of {narrow:.1e}"

@@ -102,7 +102,7 @@ def weights(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
         basis = "equal bits, with core/model/init.py"
         note = ", ".join(name for name, count in differ.items() if count)
         yield exact("weights", "initial", sum(differ.values()), sum(map(math.prod, shapes.values())), basis, note)
-    basis = "an operation that only reads a state leaves it alone: equal checksums before and after"
+    basis = "an operation that only reads a state does not change it: equal checksums before and after"
     for what, changed in evidence.changed.items():
         yield exact("weights", f"after {what}", len(changed), len(shapes), basis, ", ".join(changed[:5]))
 
@@ -161,11 +161,11 @@ def update(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
     wrong, basis = evidence.miscounted, "an optimizer has counted the updates that were made"
     yield exact("step_count", "updates", len(wrong), len(before.params), basis, ", ".join(wrong[:5]))
     if evidence.not_finite:
-        yield exact("step_count", "step", int(after.step != before.step), 1, "a step that is left out is none")
+        yield exact("step_count", "step", int(after.step != before.step), 1, "a skipped step does not count")
         yield from _left_out(before, after)
         return
     counted = 0 if after.step == evidence.record.step == steps else 1
-    yield exact("step_count", "step", counted, 1, "one step is one step")
+    yield exact("step_count", "step", counted, 1, "a step counts once")
     grads = evidence.stepped.grads if evidence.stepped else {}
     if differing(grads, parameter_shapes(reference.config.model)):
         return
@@ -191,7 +191,7 @@ def _typical_length(lengths: Sequence[float]) -> Finding:
     reached 0.17.
     """
     high = peak_bounds.LEAST["rounded"].row_gain
-    basis = f"median of {len(lengths)} matrices, whose own roundings point anywhere"
+    basis = f"median of {len(lengths)} matrices, whose roundings have random directions"
     measure = Measure("row_gain", float(np.median(lengths)), -high, high, basis)
     return finding("update", OVER_MATRICES, "local", (measure,), len(lengths))
 
@@ -356,7 +356,7 @@ def step_is_made(evidence: Evidence, reference: Reference) -> bool:
 
 def _left_out(before: State, after: State) -> Iterator[Finding]:
     """Check that a step with non-finite gradients changed nothing."""
-    basis = "a step whose gradients are not finite is left out: equal bits"
+    basis = "a step with gradients that are not finite changes nothing: equal bits"
     for stage, old, new in (
         ("moments", before.optimizer, after.optimizer),
         ("update", {"": before.params}, {"": after.params}),
@@ -387,15 +387,15 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     if not found:
         return
     if wrong := found.get(LOADED, ()):
-        basis = "a session that takes a state over has it: equal checksums"
+        basis = "a session holds the state that it loaded: equal checksums"
         yield exact("checkpoint", "loaded", len(wrong), max(len(wrong), 1), basis, ", ".join(wrong[:5]))
         return
     for what, basis in (
-        (NOT_SHOWN, "a step does the same, shown or not: equal bits"),
-        (AT_ONCE, "nothing that a pass or a load resets matters to a step: equal bits"),
-        (THIRD, "nothing that a pass or a load resets matters to a step: equal bits"),
-        (WHILE_WRITTEN, "a step does the same while a checkpoint is being written: equal bits"),
-        (RESTORED, "a step does the same from a checkpoint that the session read itself: equal bits"),
+        (NOT_SHOWN, "a step computes the same, shown or not: equal bits"),
+        (AT_ONCE, "a step does not depend on anything that a pass or a load resets: equal bits"),
+        (THIRD, "a step does not depend on anything that a pass or a load resets: equal bits"),
+        (WHILE_WRITTEN, "a step computes the same while a checkpoint is being written: equal bits"),
+        (RESTORED, "a step computes the same from a checkpoint that the session read: equal bits"),
     ):
         if what not in found:
             continue
@@ -404,7 +404,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         yield exact(_first_link(wrong, evidence.after), TAPS[what], len(wrong), max(len(wrong), 1), basis, note)
         if wrong:
             return
-    basis = "scores and samples are of the weights that the session came to, by a step or by a load: equal bits"
+    basis = "scores and samples use the session's weights, from a step or from a load: equal bits"
     for what in (EVALUATION, SAMPLING):
         if what in found:
             # Compared with itself, the session shows nothing about the arithmetic; nor do two equal steps.
@@ -430,7 +430,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
     if LEFT_OUT in found:
         wrong = found[LEFT_OUT]
         basis = "a step with a weight of NaN reports it and changes nothing but its counts: equal checksums"
-        note = f"{', '.join(wrong[:5])}: as of a step that is finite" if wrong else ""
+        note = f"{', '.join(wrong[:5])}: as after a finite step" if wrong else ""
         stage = _first_link(wrong, evidence.after)
         scalars = {name.partition(ON_RANK)[0] for name in wrong} & evidence.after.scalars.keys()
         stage = "loss_scale" if scalars and stage == "step_count" else stage
