@@ -1,1 +1,1 @@
-"""The evidence of a step: gathered from a session, in memory or on disk."""
+"""Gather the evidence of a step from a session, in memory or on disk."""

@@ -24,9 +24,9 @@ from lockstep.core.train.validation import Validation
 
 
 def validate(found: Gathering, validation: Validation) -> None:
-    """Make the validation that is due; the step's record has its metrics then.
+    """Run the validation that is due, and add its metrics to the step's record.
 
-    The micro-batch that is judged token by token, and its sequences, are drawn by the step's batch.
+    The digest of the step's batch selects the micro-batch that is judged token by token, and its sequences.
     """
     unchanged = Changed(found.session, [])
     drawn = found.batch.digest()
@@ -39,12 +39,15 @@ def validate(found: Gathering, validation: Validation) -> None:
 
 
 def after_step(found: Gathering) -> None:
-    """Run all passes after the step but validation, in this order; the session ends with the state after the step."""
+    """Run all passes after the step except validation, in this order.
+
+    The session ends with the state after the step.
+    """
     session, config = found.session, found.config
     _take_parts(found)
     found.after = state_into(found.store, "after", session)
     found.miscounted = tuple(miscounted(session, found.after.updates))
-    # A session may forget to set FP8's scales after a step. A later load of a state would set them and hide that.
+    # A session may forget to set FP8's scales after a step. A later load would set them and hide this fault.
     tries_load = found.thorough and config.train.ranks == 1 and bool(layers(config))
     if tries_load:
         found.around_load = (sketched(session, found.micros[0]),)
@@ -61,7 +64,7 @@ def after_step(found: Gathering) -> None:
 
 
 def _take_parts(found: Gathering) -> None:
-    """Take what the step showed of its micro-batches, where it was asked to."""
+    """Read the results of the single micro-batches, if the step was requested to keep them."""
     if found.shows_parts is None:
         return
     found.own_amaxes = amaxes_of_parts(found.session, found.config)
@@ -71,7 +74,7 @@ def _take_parts(found: Gathering) -> None:
 
 
 def _compute_again(found: Gathering) -> None:
-    """Compute the gradients of a step that did not show them, apart from it at the state before."""
+    """Compute the gradients of a step that did not show them, from the state before it."""
     try:
         load = ask(found.session, Loads).load
     except NotSupported as reason:
@@ -93,7 +96,10 @@ def _reports(session: Session, missing: list[str]) -> tuple[RankReport, ...]:
 
 
 def _try_checkpoint(found: Gathering) -> None:
-    """Write a checkpoint and load it; if the session can, make steps that need a load: later ones, and two in a row."""
+    """Write a checkpoint and load it.
+
+    If the session can load, run the steps that need it: later ones, and two in a row.
+    """
     session, config, batch = found.session, found.config, found.batch
     before, after, missing = found.before, found.after, found.missing
     written = Changed(session, [])
@@ -123,7 +129,7 @@ def _try_checkpoint(found: Gathering) -> None:
 
 
 def _name_left_out(found: Gathering) -> None:
-    """Name what a check during training does not do."""
+    """List the parts that a check during training leaves out."""
     found.missing.append("the checkpoint's round trip: a check during training leaves the state alone")
     found.missing.append("sampling: a check during training leaves it to `lockstep parity`")
     found.missing.append("the largest attention logits: a check during training leaves them to `lockstep parity`")

@@ -1,4 +1,4 @@
-"""Gather the amaxes that passes saw under FP8's delayed scaling."""
+"""Gather the amaxes that passes observed under FP8's delayed scaling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from lockstep.core.train.fp8_amax import layers
 
 
 def amaxes_of_pass(session: Session, config: RunConfig, missing: list[str]) -> Arrays:
-    """Return what the pass before saw under FP8's delayed scaling; nothing where the session does not report it."""
+    """Return the amaxes of the last pass by layer, (3,) each.
+
+    Empty without delayed scaling, or if the session shows none. missing: receives the reason.
+    """
     if not layers(config):
         return {}
     try:
@@ -20,7 +23,7 @@ def amaxes_of_pass(session: Session, config: RunConfig, missing: list[str]) -> A
 
 
 def amaxes_of_taps(session: Session, config: RunConfig) -> Arrays:
-    """Return what the program that showed taps saw; nothing where the session does not report it."""
+    """Return the amaxes of the program that showed the taps; empty if the session shows none."""
     if not layers(config):
         return {}
     try:
@@ -30,7 +33,7 @@ def amaxes_of_taps(session: Session, config: RunConfig) -> Arrays:
 
 
 def amaxes_of_parts(session: Session, config: RunConfig) -> tuple[Arrays, ...]:
-    """Return what each micro-batch of the step before saw in it; nothing where the session does not report it."""
+    """Return the amaxes of each micro-batch of the last step; empty if the session shows none."""
     if not layers(config):
         return ()
     try:

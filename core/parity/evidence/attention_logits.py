@@ -1,4 +1,4 @@
-"""Gather the largest attention logits that a candidate shows of the examined sequences."""
+"""Gather the largest attention logits of the examined sequences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ATTENTION_LOGITS = "attention_logits"
 
 
 def shown_attention_logits(session: Session, config: RunConfig, tapped: Batch, missing: list[str]) -> Arrays:
-    """Return `attention_logits` (layers,), float64, of the sequences of `tapped` that have weight; or nothing.
+    """Return `attention_logits` (layers,), float64, of the sequences of `tapped` with weight; empty if there are none.
 
-    `missing` gets why there are none.
+    missing: receives the reason.
     """
     try:
         if config.precision.couples_sequences:

@@ -1,4 +1,4 @@
-"""Run the passes of a check that come before its step, on the state that the step starts from."""
+"""Run the passes of a check before its step, from the same state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from lockstep.core.train.fp8_amax import layers
 def before_step(found: Gathering) -> None:
     """Run all passes before the step, in this order.
 
-    The step's micro-batches come first: gradients that are not cleared then show in those of the one that follows.
+    The step's micro-batches come first. If a session does not clear gradients, those of the last pass are in the next
+    result.
     """
     _observe_parts(found)
     _observe_reweighted(found)
@@ -38,10 +39,11 @@ def before_step(found: Gathering) -> None:
 
 
 def _observe_parts(found: Gathering) -> None:
-    """Observe the gradients of the step's micro-batches apart from the step, unless the step itself shows its parts."""
+    """Observe the gradients of the step's micro-batches in separate passes, unless the step itself shows them."""
     session, config, batch = found.session, found.config, found.batch
     several = has_parts(config, batch)
-    # A thorough check has time for separate passes, which find faults that depend on a micro-batch's place in the step.
+    # A thorough check has time for separate passes. They find faults that depend on the position of a micro-batch in
+    # the step.
     if several and not found.thorough:
         found.shows_parts = parts_of_step(session, config)
     if several and found.shows_parts is None:
@@ -51,7 +53,7 @@ def _observe_parts(found: Gathering) -> None:
 
 
 def _observe_reweighted(found: Gathering) -> None:
-    """Observe, for a thorough check, the gradients of the first micro-batch with other loss weights."""
+    """In a thorough check, observe the gradients of the first micro-batch with other loss weights."""
     config, first = found.config, found.micros[0]
     observed = found.own or not has_parts(config, found.batch)
     if found.thorough and config.train.ranks == 1 and observed and first.weights.any():
@@ -60,7 +62,7 @@ def _observe_reweighted(found: Gathering) -> None:
 
 
 def _probe(found: Gathering) -> None:
-    """Compute the gradients of the micro-batch that is examined."""
+    """Compute the gradients of the examined micro-batch."""
     try:
         found.probed = gradients_into(found.store, "probed", found.session, found.tapped)
     except NotSupported as reason:
@@ -70,7 +72,7 @@ def _probe(found: Gathering) -> None:
 
 
 def _have_step_show_gradients(found: Gathering) -> None:
-    """Request the step's own gradients where the session can show them: a second computation costs a step."""
+    """Request the step's own gradients if the session can show them. A separate computation would cost a whole step."""
     if found.probed is None:
         return
     with suppress(NotSupported):
@@ -80,7 +82,7 @@ def _have_step_show_gradients(found: Gathering) -> None:
 
 
 def _show_taps(found: Gathering) -> Likeliest:
-    """Show the taps of the micro-batch that is examined; return what evaluation takes from its logits."""
+    """Read the taps of the examined micro-batch. Returns the likeliest tokens by its logits, for the evaluation."""
     likeliest = Likeliest()
     found.taps = look(found.session, found.config, found.tapped, found.missing, found.store, likeliest.note)
     found.tapped_amaxes = amaxes_of_taps(found.session, found.config)
@@ -88,7 +90,7 @@ def _show_taps(found: Gathering) -> Likeliest:
 
 
 def _evaluate(found: Gathering, likeliest: Likeliest) -> None:
-    """Score the sequences that are examined; for a thorough check, as sampling does too."""
+    """Score the examined sequences. A thorough check also computes logits as sampling does."""
     session, config, tapped, missing = found.session, found.config, found.tapped, found.missing
     scores = dict(evaluated(session, tapped, likeliest, policies_of(config, found.thorough), missing))
     if found.thorough:
@@ -100,7 +102,7 @@ def _evaluate(found: Gathering, likeliest: Likeliest) -> None:
 
 
 def _sum_up(found: Gathering) -> None:
-    """Add up, for a thorough check, gradients of several micro-batches: on one rank, and over ranks."""
+    """In a thorough check, sum the gradients of several micro-batches: on one rank, and over ranks."""
     session, config, before, micros = found.session, found.config, found.before, found.micros
     if not found.thorough or found.probed is None:
         return

@@ -1,4 +1,4 @@
-"""Write tensors on a thread, while the next ones are computed."""
+"""Write tensors in a background thread while the next ones are computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from lockstep.core.parity.evidence.index import Entry
 from lockstep.core.parity.evidence.store import FolderStore
 
-# Bytes of tensors in the queue of a check that has its process to itself.
+# Limit in bytes of the queued tensors, for a check in its own process.
 WAITING_BYTES = 128 << 20
 
 
 class Behind:
-    """A queue of tensors for a thread, which holds at most so many bytes, or a single tensor."""
+    """A queue of tensors for a thread. It holds at most `most` bytes, or a single tensor."""
 
     def __init__(self, thread: ThreadPoolExecutor, most: int) -> None:
         self._thread, self._most = thread, most
         self._tensors, self._bytes, self._done = 0, 0, threading.Condition()
 
     def submit(self, array: np.ndarray, work: Callable[[], None]) -> None:
-        """Queue `work`, which uses `array` and raises nothing, for the thread; block until there is room."""
+        """Queue `work`, which reads `array` and raises nothing. Block until there is room."""
         with self._done:
             self._done.wait_for(lambda: not self._tensors or self._bytes + array.nbytes <= self._most)
             self._tensors, self._bytes = self._tensors + 1, self._bytes + array.nbytes
@@ -49,7 +49,7 @@ class Behind:
 class BehindStore(FolderStore):
     """A folder that a thread writes while `put` returns at once. Reading blocks until all is written.
 
-    An error of the disk is raised by the next `put` or read. `close` ends the thread.
+    The next `put` or read raises an error of the disk. `close` ends the thread.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,10 @@ class BehindStore(FolderStore):
         self._scratches: list[BehindStore] = []
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Implement `Store.put` on the thread; block until there is room. The tensor must not change afterwards."""
+        """Implement `Store.put` in the thread.
+
+        Block until there is room. The caller must not change the tensor afterwards.
+        """
         array = np.asarray(array)
         self._behind.submit(array, lambda: self._write(kind, name, array))
         self._raise_failure()
@@ -86,7 +89,7 @@ class BehindStore(FolderStore):
         return made
 
     def close(self) -> None:
-        """Wait until the thread has ended: it writes into no folder that is being removed."""
+        """Wait for the end of the thread, so that it does not write into a folder that is being removed."""
         for made in self._scratches:
             made.close()
         self._thread.shutdown()

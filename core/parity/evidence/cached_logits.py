@@ -1,4 +1,4 @@
-"""Gather logits that a candidate makes as sampling does: a token at a time with keys and values kept, or without."""
+"""Gather logits as sampling computes them: token by token with cached keys and values, or without a cache."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from lockstep.core.capabilities import Decodes, KeepsKeys, Samples, ask, ranks_o
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.evaluation import LOGITS
 
-# Names of the logits, and of the number of tokens before each. These are at the end of the sequence.
+# Names of the logits, and of the number of tokens before each. The first pair is for the end of the sequence.
 CACHED, LENGTHS = "cached", "lengths"
-# These begin at the first token, at a drawn one, with a cache that has served another prompt, and without a cache.
+# The other pairs: from the first token, from a drawn one, with a cache that has served another prompt, without a cache.
 FROM_START = "cached_from_start", "lengths_from_start"
 FROM_DRAWN = "cached_from_drawn", "lengths_from_drawn"
 SECOND = "cached_second_prompt", "lengths_second_prompt"
 UNCACHED = "uncached", "lengths_uncached"
-# Tokens that are computed singly after a prompt of all but these, of one token, or of a drawn number of tokens. The
-# drawn prompt is followed by as many as a page of a paged cache holds, so that a page's first place is among them.
+# Number of tokens that are computed one at a time, after a prompt of all but these, of one token, or of a drawn number
+# of tokens. After the drawn prompt they are as many as a page of a paged cache holds, so the first place of a page is
+# among them.
 ALONE, ALONE_FROM_START, ALONE_FROM_DRAWN, ALONE_SECOND = 3, 8, 16, 3
-# Rows of logits of a sequence that is long enough; the last two are without a cache.
+# Rows of logits of a long sequence. The last two are without a cache.
 LOGITS_MADE = ALONE + ALONE_FROM_START + ALONE_FROM_DRAWN + ALONE_SECOND + 4 + 2
 
 
 def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arrays, missing: list[str]) -> Arrays:
-    """Return logits (n, V) of what follows the first tokens of a sequence, and the number of those tokens, int32 (n,).
+    """Return logits (n, V) after the first tokens of a sequence, and the counts of those tokens, int32 (n,).
 
-    The sequence is the first one of `tapped` that has weight, or its first document, where attention uses them. A
-    cache may be wrong behind a short prompt alone, after some tokens, at the first place of a page, or where another
-    prompt was before: so it begins in several places, one of them drawn by the micro-batch, and serves a second prompt.
-    `missing` gets what is not made. taps: the candidate's: without logits there is nothing to compare these with.
+    The sequence is the first one of `tapped` with weight, or its first document if attention uses documents. A fault of
+    a cache may depend on a short prompt, on the number of tokens, on the first place of a page, or on an earlier
+    prompt. So decoding starts at several places, of which the digest of the micro-batch draws one, and the cache serves
+    a second prompt.
+    taps: taps of the candidate. Without logits among them there is nothing to compare with.
+    missing: receives what is not computed.
     """
-    # All ranks compute with sharded weights; only rank 0 has taps.
+    # All ranks compute if weights are sharded, but only rank 0 has taps.
     if not ranks_of(session).of_first(lambda: LOGITS in taps, "`sample`"):
         missing.append("sampling: the session shows no logits")
         return {}
@@ -54,7 +57,7 @@ def sampled_logits(session: Session, config: RunConfig, tapped: Batch, taps: Arr
 
 
 def _cached(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
-    """Return what a cache gives that is new at each of three places."""
+    """Return the logits of a cache that is new at each of three places."""
     asked, most = ask(session, KeepsKeys), len(tokens)
     places = (
         ((CACHED, LENGTHS), most - ALONE, ALONE),
@@ -69,7 +72,7 @@ def _cached(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int)
 
 
 def _second_prompt(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
-    """Return what a cache gives that holds another prompt, as long as the sequence: its tokens in reverse."""
+    """Return the logits of a cache after another prompt of the sequence's length: its tokens in reverse order."""
     decode, (logits, of) = ask(session, Decodes).decoder(), SECOND
     lengths = _lengths(2 + drawn % max(len(tokens) - ALONE_SECOND - 1, 1), ALONE_SECOND, len(tokens))
     decode(tokens[::-1].copy())
@@ -77,7 +80,7 @@ def _second_prompt(session: Session, config: RunConfig, tokens: np.ndarray, draw
 
 
 def _uncached(session: Session, config: RunConfig, tokens: np.ndarray, drawn: int) -> dict[str, np.ndarray]:
-    """Return what the samples of a run are made of (`log.sample_every`), after a drawn part and after all."""
+    """Return logits as a run's samples use them (`log.sample_every`), after a drawn part and after the whole text."""
     if config.precision.couples_sequences:
         raise NotSupported("FP8's scales belong to all tokens of a micro-batch at once")
     asked, (logits, of) = ask(session, Samples), UNCACHED

@@ -3,18 +3,18 @@
     step_000040/
       about.json     schema, step, versions, candidate and reference, machine, sizes and SHA-256 of the files below,
                      SHA-256 of the evidence's index
-      config.toml    the run's configuration, resolved, what stands for `auto` on the CPU in its place
-      record.json    what the step said of itself
+      config.toml    the run's configuration; settings of `auto` on the CPU are replaced by the value in force
+      record.json    the record that the step returned
       verdict.json   `Check.to_json()`
       batch.npz      `batch.tokens` …, `tapped.tokens` …: int32 (B, S); weights float32 (B, S);
-                     `….documents` int32 (B, S) where attention uses them; `probe.…` in capsules of an earlier Lockstep
-      state/         weights and moments before the step, as a checkpoint
+                     `….documents` int32 (B, S) if attention uses them; `probe.…` in capsules of earlier versions
+      state/         weights and optimizer state before the step, as a checkpoint
       evidence/      the evidence that was judged: `evidence.json`, and tensors of each segment of the model with their
-                     index (core/parity/evidence/store.py); capsules had none at first
+                     index (core/parity/evidence/store.py); absent in capsules of the first version
       stage.npz      tensors of the origin stage, for repro.py
-      repro.py       the stage's call and its FP64 answer, without Lockstep
+      repro.py       the stage's call and its FP64 result, without Lockstep
 
-All of it is readable without Lockstep (TOML, JSON, npz, safetensors). repro.py may be edited: it is not sealed.
+Every file is readable without Lockstep (TOML, JSON, npz, safetensors). repro.py may be edited; it has no checksum.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ BATCHES = ("batch", "tapped")
 class Capsule:
     """The contents of a capsule.
 
-    verdict: the JSON of the check that was made when it was written. evidence: the folder of what that check judged
-    (`open_evidence`), or None if the capsule has none.
+    thorough: whether the check was thorough.
+    verdict: JSON of the check that was made when the capsule was written.
+    about: contents of about.json without its seal.
+    evidence: folder of the evidence that this check judged (`open_evidence`); None if the capsule has none.
     """
 
     path: Path
@@ -76,12 +78,12 @@ class Capsule:
 
     @property
     def step(self) -> int:
-        """Number of the step, from 1."""
+        """Number of the step, counted from 1."""
         return self.record.step
 
     @property
     def given_probe(self) -> Batch | None:
-        """The probe as `gather` takes it: None if the check was thorough."""
+        """The argument `probe` of `gather` for the same check: None if it was thorough."""
         return None if self.thorough else self.tapped
 
 
@@ -95,18 +97,18 @@ def write_capsule(
     versions: Mapping[str, str],
     machine: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `folder`/step_NNNNNN, named after the checked step, and return it.
+    """Write the capsule `folder`/step_NNNNNN, named after the checked step, and return its path.
 
-    In a run directory one of the same step is replaced: a resumed run has made that step again. Anywhere else it is
-    kept, and the new one is step_NNNNNN-2, or the first such name that is free.
+    In a run directory, a capsule of the same step is replaced, because a resumed run has repeated this step. In other
+    folders it is kept, and the new one is step_NNNNNN-2, or the first free name of this form. Evidence in a folder is
+    moved into the capsule; evidence in memory is saved.
 
-    Evidence that lies in a folder is moved there; what is in memory is saved.
+    candidate, reference: names of the backends, as in core/load_backend.py (or `torch`, `jax`).
+    versions: name → version of each library that affects results.
+    machine: description of the machine that made the step.
 
-    candidate, reference: backends by name, as core/load_backend.py takes them (or `torch`, `jax`).
-    versions: of the libraries that decide numbers. machine: what is known of where the step was made.
-
-    Written aside and renamed when all is there. Raises UserError if the disk refuses (full, not writable); then
-    nothing is left behind.
+    The capsule is written under another name and renamed when it is complete. Raises UserError if writing fails (disk
+    full, not writable); then nothing is left.
     """
     final = _place(folder, evidence.record.step)
     aside = folder / f".{final.name}.{os.getpid()}.tmp"
@@ -149,7 +151,7 @@ def write_capsule(
             os.rename(final, replaced)
         os.rename(aside, final)
         store.folder = final / EVIDENCE
-    except UserError as error:  # part of the state: the name of the folder that is written beside the capsule
+    except UserError as error:  # the error contains the name of the temporary folder
         raise UserError(f"cannot write the capsule {final}: {str(error).rpartition(': ')[2]}") from error
     except OSError as error:
         raise UserError(f"cannot write the capsule {final}: {error.strerror or error}") from error
@@ -170,7 +172,7 @@ def _place(folder: Path, step: int) -> Path:
 
 
 def _keep(evidence: Evidence, folder: Path) -> FolderStore:
-    """Write the evidence into `folder` and flush it to the disk; a folder that is finished is moved as it is."""
+    """Write the evidence into `folder` and flush it to the disk. A finished folder is moved as it is."""
     store = store_of(evidence)
     if store is None:
         store = FolderStore.create(folder)
@@ -184,12 +186,12 @@ def _keep(evidence: Evidence, folder: Path) -> FolderStore:
 
 
 def is_capsule(path: Path) -> bool:
-    """Return whether a folder calls itself a capsule."""
+    """Return whether a folder has the files of a capsule."""
     return (path / ABOUT).is_file() and not (path / "run.json").exists()
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Verify and read a capsule. Raises UserError that names the file that is missing, damaged or of another schema."""
+    """Verify and read a capsule. Raises UserError that names a missing or damaged file, or one of another schema."""
     about = _read_about(path)
     if other := set(about["files"]) ^ {*SEALED}:
         raise UserError(f"{path / ABOUT} names other files than a capsule has: {', '.join(map(repr, sorted(other)))}")
@@ -208,7 +210,7 @@ def read_capsule(path: Path) -> Capsule:
         for one in (batch, tapped):
             one.require_tokens_below(config.model.vocab_size)
         thorough = about.get("thorough")
-        if thorough is None:  # an earlier Lockstep probed the whole batch in a thorough check
+        if thorough is None:  # earlier versions probed the whole batch in a thorough check
             thorough = _batch(arrays, "probe", end_of_text).digest() == batch.digest()
         name = RECORD
         record = StepRecord(**json.loads(raw[name]))
@@ -217,15 +219,15 @@ def read_capsule(path: Path) -> Capsule:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
     config = load_config(path / CONFIG)
-    # An earlier Lockstep packed `auto` on the CPU without the value that it stood for.
+    # Earlier versions packed `auto` on the CPU without the value in force.
     config = settled(config, config.device, BEFORE)
     return Capsule(path, config, state, batch, tapped, bool(thorough), record, verdict, about, kept)
 
 
 def other_versions(capsule: Capsule, here: Mapping[str, str]) -> list[str]:
-    """List `torch 2.12.0 then, 2.13.0 here` for each package of `here` whose version differs: a warning, not an error.
+    """List `torch 2.12.0 then, 2.13.0 here` for each package of `here` with another version: a warning, not an error.
 
-    A capsule of an earlier Lockstep has only the versions of its trainer.
+    A capsule of an earlier version has only the versions of its trainer.
     """
     then = capsule.about["versions"]
     return [
@@ -257,7 +259,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _evidence(path: Path, about: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the capsule's evidence, once its index is what was written: it vouches for the tensors."""
+    """Return the folder of the capsule's evidence after verifying its index. The index has digests of all tensors."""
     if EVIDENCE not in about:
         return None
     folder = path / EVIDENCE

@@ -9,9 +9,9 @@ from lockstep.core.train.unchanged_state import UnchangedState
 
 
 class Changed:
-    """A record of what changes in a session's state, by its checksums; without them, `missing` gets the reason.
+    """A record of changes of a session's state, by checksums. Without checksums, `missing` receives the reason.
 
-    found: names of what differs (`UnchangedState.changed`), by what was done, also where nothing does.
+    found: name of the operation → names of what it changed (`UnchangedState.changed`); empty for no change.
     """
 
     def __init__(self, session: Session, missing: list[str]) -> None:
@@ -24,10 +24,10 @@ class Changed:
 
     @property
     def sums(self) -> Mapping[str, float]:
-        """Checksums of the state when it was last examined; empty where the session shows none."""
+        """Checksums of the state at the last examination; empty if the session shows none."""
         return {} if self._state is None else self._state.sums
 
     def note(self, what: str) -> None:
-        """Note what has changed since the last call, under the name of the operation that was run."""
+        """Record the changes since the last call, under the name of the operation that was run."""
         if self._state is not None:
             self.found[what] = self._state.changed()

@@ -1,7 +1,7 @@
-"""Gather what a candidate's `evaluate` gives for the sequences of a check: of the run's policy, and of FP32.
+"""Gather the results of a candidate's `evaluate` on the sequences of a check, under the run's policy and under FP32.
 
-A model that has hardly been trained predicts no target, so that `top1` would be false everywhere. Therefore every
-second target is the likeliest token by the candidate's own logits.
+An untrained model predicts no target, so `top1` would be false everywhere. Therefore every second target is replaced by
+the likeliest token by the candidate's own logits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lockstep.core.capabilities import Evaluates, ask, ranks_of
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.measures.stretches import stretches
 
-# The tap that scores are made of.
+# The tap of which scores are a function.
 LOGITS = "logits"
 TARGETS = "targets"
-# The suffix of `nll` for sequences without weight, with their own targets.
+# Suffix of `nll` for sequences without weight, with their own targets.
 OTHERS = "_others"
 # Number of logits that are read at a time.
 AT_ONCE = 1 << 22
-# Policies of a run's metrics: its own, and FP32 (`fp32/loss`).
+# Policies of a run's metrics: its own (None), and FP32 (`fp32/loss`).
 POLICIES: tuple[str | None, ...] = (None, "fp32")
 
 
@@ -33,13 +33,13 @@ def key(what: str, policy: str | None) -> str:
 
 
 class Likeliest:
-    """The likeliest token at each position, from a session's logits as they pass; `tokens` int (n, S), or None."""
+    """The likeliest token at each position, from a session's logits. `tokens`: int (n, S), or None before `note`."""
 
     def __init__(self) -> None:
         self.tokens: np.ndarray | None = None
 
     def note(self, name: str, tap: np.ndarray) -> None:
-        """Take a tap of the sequences with weight; of all but the logits nothing is kept."""
+        """Read a tap of the sequences with weight. Only the likeliest tokens of the logits are kept."""
         if name != LOGITS:
             return
         flat = tap.reshape(-1, tap.shape[-1])
@@ -48,20 +48,21 @@ class Likeliest:
 
 
 def policies_of(config: RunConfig, thorough: bool) -> tuple[str | None, ...]:
-    """Return the policies under which a check evaluates: during training, those that the run's metrics ask for."""
+    """Return the policies under which a check evaluates; during training, those of the run's metrics."""
     return POLICIES if thorough or config.log.fp32_loss_every else POLICIES[:1]
 
 
 def evaluated(
     session: Session, tapped: Batch, likeliest: Likeliest, policies: Sequence[str | None], missing: list[str]
 ) -> Arrays:
-    """Return scores of the sequences of `tapped` with weight, by `key`, and the `targets` (n, S) that they are of.
+    """Return scores of the sequences of `tapped` with weight, by `key`, and their `targets` (n, S).
 
-    The other sequences have their NLL alone, of their own targets, under `key` with OTHERS behind it. The whole
-    micro-batch is evaluated, since sequences may share the scales of FP8. likeliest: by the candidate's own logits of
-    the sequences with weight. `missing` gets what the session does not do.
+    Of the other sequences only the NLL of their own targets is returned, under `key` + OTHERS. The whole micro-batch is
+    evaluated, because its sequences may share scales of FP8.
+    likeliest: the candidate's likeliest tokens in the sequences with weight.
+    missing: receives what the session cannot do.
     """
-    # All ranks compute with sharded weights; only rank 0 has taps.
+    # All ranks compute if weights are sharded, but only rank 0 has taps.
     if not ranks_of(session).of_first(lambda: likeliest.tokens is not None, "`evaluate`"):
         missing.append("evaluation: the session shows no logits, from which the check chooses targets")
         return {}

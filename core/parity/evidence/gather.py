@@ -1,7 +1,7 @@
-"""Gather the evidence of one step from a candidate's session; it is judged elsewhere and later.
+"""Gather the evidence of one step from a candidate's session. It is judged elsewhere or later.
 
-Gathering never needs the reference and judging never needs the candidate, so the same evidence serves a check side by
-side (`lockstep parity`) and one in a worker process (`lockstep train --parity.every N`).
+Gathering does not need the reference, and judging does not need the candidate. So the same evidence serves a
+side-by-side check (`lockstep parity`) and a check in a worker process (`lockstep train --parity.every N`).
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ def gather(
     validation: Validation | None = None,
     ahead: bool = True,
 ) -> Evidence:
-    """Run one step of `session` on `batch` and keep what a check needs.
+    """Run one step of `session` on `batch` and keep all that a check needs.
 
-    The step has the weights of its batch; beside it a micro-batch with uneven weights is computed and shown.
-    Without `probe` the check is thorough: the whole step is repeated by the reference, accumulation is tried
-    on micro-batches with uneven weights too, and the state goes through a checkpoint. With one, made by `probe_batch`
-    from a micro-batch, the session's state is never touched but by its step.
-    tapped: for a thorough check, the micro-batch whose stages are shown, made by `probe_batch`; by default the first
-    one, with other sequences every step.
-    store: takes the tensors, each as it comes, by default one in memory. It is not finished here (`save_evidence`).
-    validation: what is due after the step; the record then has its metrics.
-    ahead: whether a thorough check of a run's first step also makes it as later ones. It then finds what begins later,
-    which is not wanted in a search for a fault's first step.
+    The step has the weights of its batch. A micro-batch with uneven weights is computed and its taps are read before
+    the step.
+    probe: None for a thorough check: the reference repeats the whole step, gradient accumulation is tested on
+    micro-batches with uneven weights too, and the state is written to a checkpoint and loaded. Otherwise the result of
+    `probe_batch` for a micro-batch; then only the step changes the session's state.
+    norms: the step's record shall have norms by group.
+    due: digest of the batch that the data order gives for this step.
+    tapped: in a thorough check, the micro-batch whose stages are examined, from `probe_batch`. Default: the first one,
+    with other sequences at every step.
+    store: receives the tensors, one at a time. Default: a store in memory. It is not finished here (`save_evidence`).
+    validation: the validation that is due after the step. The record then has its metrics.
+    ahead: a thorough check of a run's first step also repeats it as later steps. This finds faults that begin later, so
+    a search for a fault's first step does without it.
 
-    Into a store of several ranks each rank puts what it holds, and its evidence is as much: `place.of_all_ranks`.
-
-    Raises whatever the session and the store raise, except NotSupported, which is listed as not covered, and NotFinite:
-    such a step is judged like any other.
+    In a store of several ranks, each rank puts the tensors that it holds and returns the evidence of this part:
+    `place.of_all_ranks` combines them.
+    Raises the errors of session and store, except NotSupported, which is listed as not covered, and NotFinite, because
+    a step that is not finite is judged like any other.
     """
     into = MemoryStore() if store is None else store
     shown = ask(session, GivesEachItsOwn).each_its_own() if into.ranks > 1 else nullcontext()
@@ -59,7 +62,7 @@ def gather(
         found = begin(session, config, batch, probe, tapped, into, ahead)
         before_step(found)
         found.seconds = time.perf_counter() - started
-        # The cost of gathering excludes the step and its validation.
+        # The time of gathering excludes the step and its validation.
         read_back = reading_back(session, found.missing)
         make_step(found, norms)
         if validation is not None and not found.not_finite:

@@ -1,4 +1,4 @@
-"""The evidence of one step while the passes of a check still run."""
+"""The evidence of one step while the passes of a check are still running."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from lockstep.core.streams import StreamStep
 class Gathering:
     """The evidence of one step while it is gathered.
 
-    session, config, batch, store, ahead: as `gather` has them. micros: the micro-batches of `batch`.
-    missing: what the candidate could not do, in words, in the order in which it was asked.
-    changed: notes what passes change in the state. sums_before: checksums of `before`.
-    shows_parts, in_passing: the session, if its step shows what its micro-batches add; and its step, if that shows its
-    gradients. None where it does not, or was not asked to.
-
+    session, config, batch, store, ahead: as in `gather`.
+    micros: the micro-batches of `batch`.
+    missing: what the candidate could not do, in words, in the order of the requests.
+    changed: record of the changes by passes.
+    sums_before: checksums of `before`.
+    shows_parts: the session, if its step will show the contribution of each micro-batch; else None.
+    in_passing: the session's step, if it shows its gradients; else None.
     All other fields are those of `Evidence`.
     """
 
@@ -74,7 +75,7 @@ class Gathering:
     around_load: tuple[Observations, ...] = ()
 
     def evidence(self, due: str | None) -> Evidence:
-        """Return what was found. due: digest of the batch that the data order prescribes."""
+        """Return the evidence. due: digest of the batch that the data order gives."""
         return Evidence(
             self.before,
             self.after,
@@ -123,7 +124,7 @@ def begin(
     store: Store,
     ahead: bool,
 ) -> Gathering:
-    """Take the state before the step, and choose the micro-batch that is examined; arguments as `gather` has them."""
+    """Read the state before the step, and choose the micro-batch to examine. Arguments as in `gather`."""
     missing: list[str] = []
     before = state_into(store, "before", session)
     changed = Changed(session, missing)

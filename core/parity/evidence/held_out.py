@@ -1,4 +1,4 @@
-"""Gather the validation that is due after a step: all of its scores, and which of them the reference repeats."""
+"""Gather the validation that is due after a step: all of its scores, and those that the reference repeats."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lockstep.core.train.validation import Validation, means
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Scores at the weights after a step, whose record has their means.
+    """Scores at the weights after a step. The step's record has their means.
 
-    batch: one of the held-out micro-batches; the sequences that the reference repeats have weight. scores: `nll` and
-    `top1` (B, S) of it, as the session gave them. every: the same of all micro-batches, one after another, (N,); of a
-    mixture also `source` int32 (N,), the place of each token's data set among their sorted names.
+    batch: one of the held-out micro-batches. The reference repeats its sequences with weight.
+    scores: `nll` and `top1` (B, S) of this micro-batch.
+    every: `nll` and `top1` of all micro-batches, concatenated, (N,). For a mixture also `source` int32 (N,): the index
+    of each token's data set among the sorted names.
     """
 
     batch: Batch
@@ -25,9 +26,10 @@ class HeldOut:
 
 
 def held_out(session: Session, validation: Validation, chosen: int, probe: Batch) -> tuple[HeldOut, dict[str, float]]:
-    """Score the held-out micro-batches; return the evidence of it and the record's metrics.
+    """Score the held-out micro-batches. Returns the evidence and the metrics of the record.
 
-    chosen: number of the micro-batch that is judged token by token. probe: that one, with weight on some sequences.
+    chosen: index of the micro-batch that is judged token by token.
+    probe: this micro-batch, with weight on some sequences.
     """
     scores = validation.scores(session)
     every = {name: np.concatenate([np.ravel(one[name]) for one in scores]) for name in ("nll", "top1")}

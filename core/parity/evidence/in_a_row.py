@@ -1,11 +1,11 @@
-"""Compare two steps in a row, as training makes them, with the same two steps with a check between them.
+"""Compare two steps in a row, as in training, with the same two steps with a check between them.
 
-A check itself acts between two steps. It computes gradients, which may clear what a step left behind; it shows a step;
-and at its end it loads a state, which may refresh stale copies. A session that depends on anything outside its state (a
-copy of weights that only a load refreshes, gradients that only other passes clear, a buffer of old gradients) is wrong
-in every run and right in every check.
+A check itself acts between two steps. It computes gradients, which may clear what a step left; it reads the tensors of
+a step; and it ends with loading a state, which may refresh stale copies. A session that depends on anything outside its
+state (a copy of weights that only a load refreshes, gradients that only other passes clear, a buffer of old gradients)
+is wrong in every run and right in every check.
 
-A checkpoint, an evaluation and a resume come between steps too (`Follows`).
+A checkpoint, an evaluation and a resume also come between steps (`Follows`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lockstep.core.streams import Collected, stream_state
 from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.unchanged_state import differing
 
-# Keys of `in_a_row`'s result.
+# Keys of the result of `in_a_row`.
 LOADED, NOT_SHOWN, AT_ONCE, THIRD = "loaded", "not shown", "at once", "third"
 WHILE_WRITTEN, RESTORED = "while written", "restored"
-# Keys of scores and samples, made from a state that a step has left, without a load.
+# Keys of scores and samples from a state that a step has left, without a load.
 EVALUATION, SAMPLING = "evaluation", "sampling"
 # Keys of a run's first step repeated as later steps: the records, the agreement of ranks, and the last checkpoint
 # (core/parity/evidence/later_steps.py).
 AS_LATER, ALIKE, LAST_WRITTEN = "as later", "alike", "last written"
-# The key of a step that is not finite (core/parity/evidence/left_out.py).
+# Key of a step that is not finite (core/parity/evidence/left_out.py).
 LEFT_OUT = "left out"
-# Taps of the findings, by key.
+# Key → tap of its finding.
 TAPS = {
     NOT_SHOWN: "the step again, not shown",
     AT_ONCE: "the step after, at once",
@@ -56,32 +56,34 @@ TAPS = {
 }
 # Fields of a record that the step's arithmetic sets, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
-# The fields among these that the model's passes set.
+# Those among them that the model's passes set.
 OF_MODEL = ARITHMETIC[:2]
 ON_RANK, AS_STEP = " on rank ", " as step "
 WHAT = "two steps in a row"
-# Beside a checkpoint's copy of the state, a step needs memory for gradients; as much again stays free.
+# A step needs memory for gradients next to the checkpoint's copy of the state. As much again stays free.
 MEMORY_OF_STEP = 2
-# A session that reads its own checkpoint may hold all of it, weights and two moments, beside its state.
+# A session that reads its own checkpoint may hold all of it, weights and two moments, next to its state.
 MEMORY_OF_STATE = 4
-# An update moves an element by about the learning rate. At this rate, one in a hundred bf16 weights of 0.02 changes.
+# An update changes an element by about the learning rate. At this rate, one in a hundred bf16 weights of size 0.02
+# changes.
 LEAST_RATE = 1e-6
-# Another order of sums changes a loss, a global gradient norm or the length of a step by less than this share.
+# Another order of summation changes a loss, a global gradient norm or the length of a step by a smaller share than
+# this.
 NO_ROUNDING = 0.05
-# Three times three steps: a fault that acts at every eighth call or more often acts in some steps and not in others. A
-# fault at every third call acts in a step that the reference repeats.
+# Three steps are run three times. A fault at every eighth call or more often occurs in some of these steps and not in
+# others. A fault at every third call occurs in a step that the reference repeats.
 REPEATED = 3
 
 Sums = Mapping[str, float]
 
 
 def differing_numbers(one: StepRecord, other: StepRecord, names: Sequence[str] = OF_MODEL) -> tuple[str, ...]:
-    """Name the fields of two records that are not equal."""
+    """Return the names of the fields that differ between two records."""
     return tuple(name for name in names if repr(getattr(one, name)) != repr(getattr(other, name)))
 
 
 def are_far_apart(one: StepRecord, other: StepRecord) -> bool:
-    """Return whether loss or gradient norm are farther apart than roundings that fall otherwise can be."""
+    """Return whether loss or gradient norm differ by more than another order of summation can cause."""
     numbers = [(getattr(one, name), getattr(other, name)) for name in OF_MODEL]
     return any(abs(a - b) > NO_ROUNDING * max(abs(a), abs(b)) for a, b in numbers)
 
@@ -94,29 +96,31 @@ class Made:
     sums: Sums
 
     def differs_from(self, other: Made) -> tuple[str, ...]:
-        """Name what differs: fields of the record, then arrays of the state."""
+        """Return the names of differences: fields of the record, then arrays of the state."""
         return (*differing_numbers(self.record, other.record, ARITHMETIC), *differing(self.sums, other.sums))
 
 
 def other_batch(batch: Batch) -> Batch:
-    """Return another batch of the same shape: inputs and targets exchanged, the last sequence first.
+    """Return another batch of the same shape: inputs and targets exchanged, sequences in reverse order.
 
-    A session that goes on with the batch of the step before would not be seen with the same one.
+    With an equal batch, a session that wrongly reuses the batch of the last step would not be detected.
     """
     arrays = {**batch.arrays, "tokens": batch.targets, "targets": batch.tokens}
     return Batch.of({name: np.ascontiguousarray(array[::-1]) for name, array in arrays.items()})
 
 
 class Follows:
-    """Results of a session at the state after the checked step, before and without a load.
+    """Results of a session at the state after the checked step, before it is loaded, and without loading.
 
-    seen: scores of the step's first micro-batch, and logits that follow its first sequence.
+    written, restored: the next step, made while a checkpoint is written, and from a restored checkpoint; None if not
+    made.
+    seen: scores of the step's first micro-batch, and logits after its first sequence.
     """
 
     def __init__(self, session: Session, config: RunConfig, batch: Batch, started: Sums, missing: list[str]) -> None:
         """Take the session before its step.
 
-        started: checksums of the state before the step; where there are none, states are not compared.
+        started: checksums of the state before the step; if empty, states are not compared.
         """
         self.written: Made | None = None
         self.restored: Made | None = None
@@ -125,20 +129,20 @@ class Follows:
         self._started, self._missing, self._ranks = started, missing, ranks_of(session)
 
     def once_begun(self) -> None:
-        """Score, sample, and make the next step, as training does while a checkpoint is being written."""
+        """Score, sample, and make the next step while a checkpoint is being written, as training does."""
         self.seen = looked(self._session, self._config, self._batch)
         self.written = self._next("a step while a checkpoint is written")
 
     def once_restored(self) -> None:
-        """Make the next step after the session has read the state after the first from its checkpoint itself."""
+        """Make the next step after the session has read the state after the first from its own checkpoint."""
         self.restored = self._next("a step from a checkpoint that was restored")
 
     def may_restore(self) -> bool:
-        """Return whether memory holds the state of every rank once more, in FP32."""
+        """Return whether memory suffices for the state of every rank a second time, in FP32."""
         return self._fits(MEMORY_OF_STATE, "a step from a checkpoint that was restored")
 
     def _fits(self, times: int, what: str) -> bool:
-        # Assume that all ranks share one machine. The parts of a sharded model add up to one model.
+        # Assume that all ranks share one machine. The parts of a sharded model together are one model.
         models = 1 if is_sharded(self._config) else self._config.train.ranks
         needed = times * models * np.dtype(np.float32).itemsize * parameter_count(self._config.model)
         if all(self._ranks.gather(available_memory_bytes() >= needed, "`look for memory`")):
@@ -151,7 +155,7 @@ class Follows:
             return None
         try:
             return Made(_step(self._session, other_batch(self._batch)), _sums(self._session, self._started))
-        except Exception as reason:  # as `in_a_row` does
+        except Exception as reason:  # as in `in_a_row`
             if self._config.train.ranks > 1 and not isinstance(reason, NotSupported):
                 raise
             self._missing.append(f"{what}: {in_words(reason)}")
@@ -159,10 +163,10 @@ class Follows:
 
 
 def looked(session: Session, config: RunConfig, batch: Batch) -> Arrays:
-    """Return scores and samples that show what weights they are made of, where the session makes any."""
+    """Return scores and samples, which show the weights that the session uses; empty if it has neither."""
     micro = batch.cut(config.train)[0]
     found: dict[str, np.ndarray] = {}
-    # Sampling comes first here, and last before the step: each may undo what the other leaves behind.
+    # Sampling comes first here, and last before the step, because each may undo an effect of the other.
     if not config.precision.couples_sequences:
         with suppress(NotSupported):
             found[SAMPLING] = np.array(ask(session, Samples).next_token_logits(micro.tokens[0]))
@@ -172,7 +176,7 @@ def looked(session: Session, config: RunConfig, batch: Batch) -> Arrays:
 
 
 def _sums(session: Session, started: Sums) -> Sums:
-    """Return checksums of the session's state, if it showed some before."""
+    """Return checksums of the session's state if there were checksums before."""
     return ask(session, ShowsChecksums).state_checksums() if started else {}
 
 
@@ -187,18 +191,21 @@ def in_a_row(
     follows: Follows | None,
     missing: list[str],
 ) -> Mapping[str, tuple[str, ...]]:
-    """Make the step and the next two, of other batches, at once; and again with what a check does between them.
+    """Make the step and the next two on other batches at once, then again with the passes of a check between them.
 
-    shown: record of the step as the check made it, and checksums of the state after it. started: of that before it.
-    Checksums are empty where the session shows none; records are compared then. follows: what the session made of the
-    state after the step before it was loaded. The session has `after` again at the end.
-
-    Return the names of what differs: LOADED from `before` when that was loaded; NOT_SHOWN of the step, made without
-    showing anything, from the one that was shown; AT_ONCE of the second step from the same one after a pass for
-    gradients and a load; THIRD of the one after it, the same way; WHILE_WRITTEN and RESTORED of the second from those
-    of `follows`; EVALUATION and SAMPLING of scores and samples from those after a load, or that they are those of the
-    state before. Nothing, and a word in `missing`, where steps do not repeat their bits, or cannot be made. Every rank
-    of a session calls it with its own states and checksums; the names are the same on each.
+    shown: record of the step in the check, and checksums of the state after it.
+    started: checksums of the state before it. Checksums are empty if the session shows none; then only records are
+    compared.
+    follows: results of the session at the state after the step, before it was loaded.
+    Returns key → names of differences:
+    - LOADED: of the loaded state from `before`.
+    - NOT_SHOWN: of the step without reading its tensors from the step with reading.
+    - AT_ONCE: of the second step from the same step after a pass for gradients and a load.
+    - THIRD: of the third step, in the same way.
+    - WHILE_WRITTEN, RESTORED: of the second step from those in `follows`.
+    - EVALUATION, SAMPLING: of scores and samples from those after a load, or that they equal those of the state before.
+    Returns nothing, and adds a line to `missing`, if steps do not repeat their bits or cannot be made. The session has
+    `after` again at the end. Every rank calls it with its own states and checksums. The names are the same on each.
     """
     try:
         load = ask(session, Loads).load
@@ -271,7 +278,8 @@ def in_a_row(
 class _Apart:
     """Two steps with a check between them.
 
-    loaded: checksums after the first load. seen_before, seen: scores and samples of the states that were loaded.
+    loaded: checksums after the first load.
+    seen_before, seen: scores and samples of the two loaded states.
     """
 
     loaded: Sums
@@ -284,7 +292,10 @@ class _Apart:
 
 @dataclass(frozen=True)
 class _Runs:
-    """A way to run the steps once more. is_a_pattern: whether the runs differ more at some calls than at others."""
+    """Functions that run the steps again.
+
+    is_a_pattern: returns whether the runs differ more at some calls than at others.
+    """
 
     at_once: Callable[[], tuple[Made, Made | None]]
     with_a_check_between: Callable[[], _Apart]
@@ -334,7 +345,7 @@ def _compared(
 
 
 def _weights(session: Session, config: RunConfig) -> np.ndarray:
-    """Return a part of each parameter, in one array."""
+    """Return a part of each parameter, concatenated, as float64 (N,)."""
     kept, found = parts_of_all(config, config.train.steps), Collected()
 
     def take(kind: str, name: str, array: np.ndarray) -> None:
@@ -346,10 +357,10 @@ def _weights(session: Session, config: RunConfig) -> np.ndarray:
 
 
 def _is_a_pattern(lengths: Callable[[], tuple[float, ...]], ranks: Ranks) -> bool:
-    """Return whether the same steps, made several times, go farther at some calls than at others.
+    """Return whether the same steps, run several times, change the weights more at some calls than at others.
 
-    lengths: makes them, and returns how far each moved the weights. Roundings that fall otherwise turn a step; they do
-    not make it longer. A state that is cut over ranks is not examined.
+    lengths: runs the steps, and returns the norm of each one's change of the weights. Another order of summation
+    changes the direction of a step, not its length. Sharded weights are not examined.
     """
     if ranks.count > 1:
         return False
@@ -362,7 +373,7 @@ def _same(one: np.ndarray, other: np.ndarray | None) -> bool:
 
 
 def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ...]:
-    """Return which other weights the scores or samples after a step come from. moved: the step changed the weights."""
+    """Describe the stale weights that scores or samples after a step use. moved: the step changed the weights."""
     if not _same(seen[what], apart.seen[what]):
         return ("not those of the same state, loaded",)
     if moved and _same(apart.seen[what], apart.seen_before.get(what)):
@@ -371,7 +382,7 @@ def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ..
 
 
 def on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what differs on rank 0, then what differs on another rank alone; the same on every rank."""
+    """Return the differences on rank 0, then those on another rank only. The result is the same on every rank."""
     first, *others = ranks.gather(names, "`compare two steps in a row`")
     alone: dict[str, int] = {}
     for rank, of_rank in enumerate(others, 1):
@@ -381,7 +392,7 @@ def on_any(ranks: Ranks, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _step(session: Session, batch: Batch) -> StepRecord:
-    """Make a step; one that is not finite is left out, and has a record too."""
+    """Make a step. A step that is not finite is skipped and has a record too."""
     try:
         return session.step(batch)
     except NotFinite as found:

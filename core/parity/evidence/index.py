@@ -1,4 +1,4 @@
-"""The index of a folder of evidence: where each tensor lies, and what it must hash to. It is read as hostile data."""
+"""The index of a folder of evidence: place and digest of each tensor. It is read as untrusted data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INDEX = "index.json"
 # Each file begins with 8 bytes for the length of its header, then a header of this size, padded with spaces.
 HEADER = 1 << 15
 DATA = 8 + HEADER
-# A tensor is hashed in pieces of this many bytes, so that a part can be verified without the rest.
+# A tensor is hashed in pieces of this many bytes, so that a part can be verified alone.
 PIECE = 1 << 23
-# Dtypes by safetensors' names; all are stored as little-endian.
+# Dtypes by their names in safetensors. All are stored as little-endian.
 DTYPES = {
     "F64": "<f8",
     "F32": "<f4",
@@ -47,15 +47,19 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REMEDY = "its evidence is lost"
 
-# The parts of a tensor by kind and name, in order along its first axis; each rank stores one part.
+# Kind → name → the parts of a tensor, in order along its first axis. Each rank stores one part.
 Entries = dict[str, dict[str, tuple["Entry", ...]]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, or a part of one. dtype: its own; stored: that in the file. begin: offset in the data, in bytes.
+    """A tensor, or a part of one.
 
-    sha256: of each piece of its bytes, PIECE long but for the last.
+    file: name of the file in the folder.
+    dtype: dtype of the tensor. stored: dtype in the file.
+    shape: shape of this part.
+    begin: offset in the file's data, in bytes.
+    sha256: digest of each piece of its bytes. A piece has PIECE bytes, the last one may have fewer.
     """
 
     file: str
@@ -67,43 +71,43 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """Offset in the file's data behind its last byte."""
+        """Offset in the file's data after its last byte."""
         return self.begin + self.size * stored_dtype(self.stored).itemsize
 
     @property
     def per_piece(self) -> int:
-        """Elements in a piece."""
+        """Number of elements in a piece."""
         return PIECE // np.dtype(DTYPES[self.dtype]).itemsize
 
     @property
     def digest(self) -> str:
-        """The digest, as `digest_of` computes it."""
+        """The digest, as from `digest_of`."""
         return joined(self.sha256)
 
 
 def stored_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of what lies in a file."""
+    """Return the numpy dtype of stored data."""
     return np.dtype("<u2" if name == BF16 else DTYPES[name])
 
 
 def hashes_of(flat: np.ndarray) -> tuple[str, ...]:
-    """Return the SHA-256 of each piece of a contiguous array of one axis; an empty one has one piece."""
+    """Return the SHA-256 of each piece of a contiguous array of one axis. An empty array has one piece."""
     raw = flat.view(np.uint8)
     return tuple(hashlib.sha256(raw[i : i + PIECE].data).hexdigest() for i in range(0, max(raw.size, 1), PIECE))
 
 
 def joined(hashes: Sequence[str]) -> str:
-    """Return one digest for the pieces of a tensor: theirs if there is one, else SHA-256 of theirs in a row."""
+    """Return one digest for the pieces of a tensor: that of a single piece, else the SHA-256 of all joined digests."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def digest_of(array: np.ndarray) -> str:
-    """Return the digest by which stores compare tensors: equal bytes, equal digest, whatever dtype and shape."""
+    """Return the digest by which stores compare tensors. Equal bytes give equal digests, whatever dtype and shape."""
     return joined(hashes_of(np.ascontiguousarray(array).reshape(-1)))
 
 
@@ -112,8 +116,9 @@ def index_bytes(
 ) -> bytes:
     """Return the bytes of an index.
 
-    sizes: of the files of tensors. headers: the SHA-256 of the first DATA bytes of each. documents: JSON files beside
-    them, by name.
+    sizes: file of tensors → its size in bytes.
+    headers: file → SHA-256 of its first DATA bytes.
+    documents: name → bytes of each JSON file in the folder.
     """
     return sealed_json(
         {
@@ -121,7 +126,7 @@ def index_bytes(
             "files": dict(sizes),
             "headers": dict(headers),
             "documents": {name: hashlib.sha256(raw).hexdigest() for name, raw in documents.items()},
-            # Insertion order, which sorted keys would lose.
+            # Keep the insertion order, which sorted keys would lose.
             "tensors": [
                 [kind, name, e.file, e.dtype, e.stored, e.shape, e.begin, e.sha256]
                 for kind, by_name in entries.items()
@@ -134,16 +139,17 @@ def index_bytes(
 
 
 def shape_of(parts: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the shape of the tensor that these parts are together."""
+    """Return the shape of the tensor that consists of these parts."""
     first, *others = parts
     return (first.shape[0] + sum(e.shape[0] for e in others), *first.shape[1:]) if others else first.shape
 
 
 def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str], dict[str, int], dict[str, str]]:
-    """Read a folder's index: its entries, and by name the SHA-256 of its documents, the sizes of its files and headers.
+    """Read a folder's index.
 
-    Indexes of an earlier Lockstep have no SHA-256 of headers. Raises UserError if the index is missing, damaged, of
-    another schema or impossible, and if one of its files is missing, of another size or of another header.
+    Returns its entries, document → SHA-256, file → size in bytes, and file → SHA-256 of its header. Indexes of earlier
+    versions have no headers. Raises UserError if the index is missing, damaged, inconsistent or of another schema, or
+    if one of its files is missing or has another size or header.
     """
     path = folder / name
     found = read_sealed_json(path, indent=None, remedy=_REMEDY)
@@ -170,7 +176,7 @@ def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str]
 
 
 def require_size(path: Path, size: int) -> None:
-    """Raise UserError unless `path` is a plain file of this size; links are none."""
+    """Raise UserError unless `path` is a regular file of this size. Links are refused."""
     try:
         about = os.lstat(path)
     except FileNotFoundError:
@@ -194,7 +200,7 @@ def _require_header(path: Path, digest: str) -> None:
 
 
 def pieces(entry: Entry, start: int, stop: int) -> Iterator[int]:
-    """Yield the numbers of the pieces in which elements `start` to `stop` lie."""
+    """Yield the numbers of the pieces that contain elements `start` to `stop`."""
     yield from range(start // entry.per_piece, -(-stop // entry.per_piece))
 
 
@@ -220,7 +226,10 @@ def _known(name: Any, sizes: Mapping[str, int]) -> str:
 
 
 def _require_alike(parts: Sequence[Entry]) -> None:
-    """Raise ValueError unless the last part may belong to the others': each rank's lies in a file of its own."""
+    """Raise ValueError unless the last part is consistent with the others.
+
+    The part of each rank is in a separate file.
+    """
     *others, last = parts
     for one in others:
         if not last.shape or last.shape[1:] != one.shape[1:] or last.dtype != one.dtype or last.file == one.file:

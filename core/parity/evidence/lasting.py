@@ -1,4 +1,4 @@
-"""A store that neither blocks gathering nor fails it with the disk: training needs the step, not its evidence."""
+"""A store that neither blocks the gathering of evidence nor fails with the disk: training only needs the step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.core.plan.checks import BEHIND_BYTES
 
 
 class LastingStore(NoStore):
-    """A folder written in the background: an error of the disk never stops gathering.
+    """A folder that is written in the background. An error of the disk never stops gathering.
 
-    Tensors are hashed and written by `thread`, one after another. Once the disk has refused, nothing is kept, and
-    gathering goes on.
+    `thread` hashes and writes the tensors one after another. After an error of the disk nothing more is written, and
+    gathering continues.
     """
 
     def __init__(self, make: Callable[[], FolderStore], thread: ThreadPoolExecutor, ranks: int = 1) -> None:
-        """Create the folder with `make`, and write on `thread`.
+        """Create the folder with `make`, and write in `thread`.
 
-        ranks: number of ranks, each of which puts the parts that it holds.
+        ranks: number of ranks. Each puts the parts that it holds.
         """
         super().__init__(ranks)
         self._behind = Behind(thread, BEHIND_BYTES)
@@ -40,7 +40,7 @@ class LastingStore(NoStore):
             self._lost = error
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Take a tensor that is not written to any more, when there is room for it."""
+        """Queue a tensor, which the caller must not change afterwards. Blocks until there is room."""
         array = np.asarray(array)
         self._behind.submit(array, lambda: self._put(kind, name, array))
 
@@ -54,7 +54,7 @@ class LastingStore(NoStore):
             self._lost = UserError(f"{kind}/{name}: {type(error).__name__}: {error}")
 
     def arrays(self, kind: str) -> Arrays:
-        """Implement `Store.arrays`, for reading once all of it is written; empty if there is no folder."""
+        """Implement `Store.arrays`, for reading after all tensors are written. Empty if there is no folder."""
         return {} if self._store is None else Stored(self._store, kind)
 
     @property
@@ -63,7 +63,7 @@ class LastingStore(NoStore):
         return None if self._store is None else self._store.folder
 
     def finish_part(self) -> None:
-        """Signal rank 0 that this part is complete, or lost. `thread` calls it after the last `put`."""
+        """Signal to rank 0 that this part is complete, or lost. `thread` calls it after the last `put`."""
         if self._store is None:
             return
         if self._lost is not None:
@@ -73,9 +73,9 @@ class LastingStore(NoStore):
             self._store.finish()
 
     def finish(self, save: Callable[[FolderStore], object], place: Path) -> None:
-        """Finish the folder with `save`, and rename it to `place`, where any earlier folder is removed.
+        """Finish the folder with `save`, and rename it to `place`. An earlier folder there is removed.
 
-        `thread` calls it, after the last `put`. Raises UserError if the evidence is lost, and what `save` raises.
+        `thread` calls it after the last `put`. Raises UserError if the evidence is lost, and the errors of `save`.
         """
         if self._store is None or self._lost is not None:
             assert self._lost is not None

@@ -1,13 +1,13 @@
-"""Repeat a run's first step as a later step: faults that depend on the step's number alone show before it comes.
+"""Repeat a run's first step as a later step, to find faults that depend on the step's number before they occur.
 
-`lockstep parity` checks the first steps, in which a schedule mostly warms up; one that never decays is wrong hundreds
-of steps later. The last of the repeated steps has weights so small that its gradients are shorter than
-`optim.clip_norm`, as in later steps: in a first step they are mostly longer. Both start with the counts of a long run:
-a loss scale that is about to grow, a full history of amaxes.
+`lockstep parity` checks the first steps, in which most schedules warm up. A schedule that never decays is wrong
+hundreds of steps later. The last of the repeated steps has weights so small that the norm of its gradients is below
+`optim.clip_norm`, as in later steps. In a first step the norm is mostly above it. Both start with the counts of a long
+run: a loss scale before its next growth, and a full amax history.
 
-Records show what a session reports. To compare also what it does with the reference, a part of each parameter's
+A record shows only what a session reports. To compare the update with the reference too, a part of each parameter's
 gradient is kept, and of its moments and weights after the step. Each later step is also repeated as the second step of
-the run: loss and gradients of a model do not depend on the step's number.
+the run, because loss and gradients of a model do not depend on the step's number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lockstep.core.train.unchanged_state import differing
 SMALL = 2.0**-10
 # Fields of a record that are the same on every rank.
 OF_EVERY_RANK = (*ARITHMETIC[1:], "step")
-# Share of the decay that is left after the step that is tried. At the middle, a cosine and a line give the same rate.
+# Share of the decay that is left after the tested step. At the middle, a cosine and a line give the same rate.
 SHARE = 0.4
 
 
@@ -57,7 +57,9 @@ SHARE = 0.4
 class Moved:
     """Gradients, weights and moments of a later step: the part of each parameter that `parts_of_all` draws.
 
-    number: of the step. grads: its gradients. after: weights and moments after it.
+    number: number of the step.
+    grads: its gradients.
+    after: weights and moments after it.
     """
 
     number: int
@@ -66,21 +68,21 @@ class Moved:
 
 
 def numbers(config: RunConfig) -> list[int]:
-    """Return the steps that are tried: one within the decay of the learning rate, and the last."""
+    """Return the numbers of the tested steps: one within the decay of the learning rate, and the last."""
     last = config.train.steps
     return sorted({n for n in (last - round(SHARE * decay_steps(config.optim, last)), last) if n > 1})
 
 
 def as_later_steps(records: Sequence[StepRecord], config: RunConfig) -> dict[str, tuple[int, StepRecord]]:
-    """Return the number and record of each later step, by what is added to the names of its taps: `/200`."""
+    """Return suffix of its taps (`/200`) → number and record of each later step."""
     return {f"/{number}": (number, record) for number, record in zip(numbers(config), records, strict=False)}
 
 
 def state_before(after: State, number: int, config: RunConfig) -> State:
-    """Return the state that a later step begins with. after: the state after the first step.
+    """Return the state before a later step. after: the state after the first step.
 
-    FP16's loss scale is about to grow, and FP8's history of amaxes is full: of each an older one is smaller, so that
-    scales stay what they are.
+    FP16's loss scale is one step before its growth. FP8's amax history is full; older amaxes are smaller, so that the
+    scales do not change.
     """
     params = Scaled(after.params, SMALL) if number == config.train.steps else after.params
     scalars, length = dict(after.scalars), config.precision.fp8_history
@@ -96,11 +98,13 @@ def state_before(after: State, number: int, config: RunConfig) -> State:
 
 @dataclass(frozen=True)
 class Later:
-    """The records of a run's first step, repeated as later steps.
+    """The results of a run's first step, repeated as later steps.
 
-    records: of each of `numbers`. moved: what they moved. compared: names of what differs, as in
-    core/parity/evidence/in_a_row.py: AS_LATER, of their records from those of the same steps as the second of the run;
-    LAST_WRITTEN, of the state after the last, once that was written and read back; ALIKE, among several ranks.
+    records: one for each of `numbers`.
+    moved: gradients, and weights and moments after each step.
+    compared: key of core/parity/evidence/in_a_row.py → names of differences. AS_LATER: of the records from those of the
+    same steps as the second of the run. LAST_WRITTEN: of the state after the last step, after it was written and read.
+    ALIKE: between ranks.
     """
 
     records: tuple[StepRecord, ...] = ()
@@ -117,11 +121,13 @@ def later_steps(
     in_passing: StreamStep | None,
     missing: list[str],
 ) -> Later:
-    """Make the first step again as each of `numbers`, and write the checkpoint of the last.
+    """Repeat the first step with each of `numbers`, and write the checkpoint of the last.
 
     after: the state after the first step. Each later step begins with it, and the session has it again at the end. If
-    it is the state after another step, nothing is done. in_passing: the session's step, if that shows its gradients;
-    otherwise they are computed before it. `missing` gets, in words, what could not be done. Every rank calls it.
+    it is the state after another step, nothing is done.
+    in_passing: the session's step if it shows its gradients; otherwise they are computed before it.
+    missing: receives, in words, what could not be done.
+    Every rank calls it.
     """
     if after.step != 1:
         return Later()
@@ -160,10 +166,10 @@ def later_steps(
 
 
 def _unlike(session: Session) -> tuple[str, ...] | None:
-    """Name what other ranks do not have as rank 0 has it after a step; None where they do not report."""
+    """Return the names of differences of other ranks from rank 0 after a step; None if they do not report."""
     try:
         first, *others = ask(session, ReportsRanks).rank_reports()
-    except NotSupported:  # the step's own check lacks the reports too, and lists that
+    except NotSupported:  # the step's own check lacks the reports too, and lists this
         return None
     return tuple(f"{name}{ON_RANK}{rank}" for rank, one in enumerate(others, 1) for name in _apart(first, one))
 
@@ -177,7 +183,7 @@ def _apart(first: RankReport, other: RankReport) -> Iterator[str]:
 def _differ(
     record: StepRecord, as_second: Callable[[], StepRecord], ranks: Ranks, missing: list[str]
 ) -> tuple[str, ...]:
-    """Name the fields in which a record is not that of the same step, made as the second of the run."""
+    """Return the fields in which a record differs from that of the same step as the second of the run."""
     second = as_second()
     found = on_any(ranks, differing_numbers(record, second))
     if not found:
@@ -199,14 +205,14 @@ def _rewritten(session: Session, number: int, after: State, missing: list[str]) 
 
 
 class TakesParts:
-    """A function that puts the kept part of each tensor into the store; of several ranks, what this one holds of it."""
+    """A function that puts a part of each tensor into the store; with several ranks, this rank's rows of the part."""
 
     def __init__(self, store: Store, config: RunConfig, number: int, ranks: Ranks) -> None:
         self._store, self._name, self._ranks = store, f"later/{number}", ranks
         self._kept, self._shapes = parts_of_all(config, number - 1), parameter_shapes(config.model)
 
     def __call__(self, kind: str, tensor: str, array: np.ndarray) -> None:
-        """Take a whole tensor, or this rank's rows of it."""
+        """Put the part of a whole tensor, or of this rank's rows."""
         if tensor not in self._kept or kind == PROGRAM:
             return
         where, shape, whole = *self._kept[tensor], self._shapes[tensor]
@@ -219,7 +225,7 @@ class TakesParts:
         self._store.put(f"{self._name}/{kind}", tensor, array.reshape(-1)[first:last].reshape(-1, *shape[1:]).copy())
 
     def arrays(self, kind: str) -> Arrays:
-        """Return what was put of a kind."""
+        """Return the stored tensors of a kind."""
         return self._store.arrays(f"{self._name}/{kind}")
 
 

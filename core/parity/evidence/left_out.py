@@ -1,7 +1,7 @@
-"""Make a step that is not finite, as a run may meet one, and compare what a session reports and what it changes.
+"""Make a step that is not finite, as may occur in a run, and compare what a session reports and what it changes.
 
-No finite step shows a session that takes NaN for 0, moves its weights all the same, or does not count the steps that it
-left out. Here one gain of the state is NaN, and so are the loss and all gradients.
+A finite step does not show whether a session treats NaN as 0, changes its weights anyway, or fails to count skipped
+steps. Here one gain of the state is NaN, so the loss and all gradients are NaN too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ WHAT = "a step that is not finite"
 def left_out(
     session: Session, config: RunConfig, batch: Batch, after: State, missing: list[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Make the step with a gain of NaN; return, under LEFT_OUT, names of what is wrong of it.
+    """Make the step with a gain of NaN. Returns LEFT_OUT → names of what is wrong.
 
-    They are fields of its record that are finite, and arrays and counts of the state that are not as such a step leaves
-    them; of several ranks with the rank. Nothing is returned where the session makes the step, reports that it is not
-    finite, and the run requires no more. after: the state after the step, which the session has again at the end.
-    `missing` gets, in words, what could not be done. Every rank calls it.
+    The names are finite fields of its record, and arrays and counts of the state that differ from those after a skipped
+    step; with several ranks, with the rank. Nothing is returned if the session makes the step, reports that it is not
+    finite, and the run does not require a skip.
+    after: the state after the step, which the session has again at the end.
+    missing: receives, in words, what could not be done.
+    Every rank calls it.
     """
     load, ranks = ask(session, Loads).load, ranks_of(session)
     gain = next((name for name, group in groups_of(config.model).items() if group == "gains"), None)

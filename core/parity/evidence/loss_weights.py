@@ -1,4 +1,4 @@
-"""Replace a batch's loss weights by uneven or other ones; find the sequences that have any."""
+"""Replace a batch's loss weights by uneven or other ones, and find the sequences with weight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.core.model.names import GRADIENT
 def uneven_weights(batch: Batch, seed: int) -> Batch:
     """Return the batch with loss weights that differ between sequences and between tokens.
 
-    Sequence i keeps a share of its tokens that falls linearly from 1 to 1/4 over the batch (so micro-batches weigh
-    differently and a mean of their means is not the mean), and kept tokens weigh 1 or 1/2 (so a weight that is taken
-    for a mask shows). They depend on the seed and the batch's shape alone.
+    The share of tokens with weight falls linearly from 1 in the first sequence to 1/4 in the last. So micro-batches
+    have different weights, and the mean of their means is not the mean. Each weight is 1 or 1/2, which detects a
+    program that uses weights as a mask. The weights depend only on the seed and the batch's shape.
     """
     rows, length = batch.tokens.shape
     draw = np.random.Generator(np.random.Philox(key=seed)).random((2, rows, length), dtype=np.float32)
@@ -27,11 +27,12 @@ def uneven_weights(batch: Batch, seed: int) -> Batch:
 
 
 def reweighted_batches(micro: Batch) -> Iterator[Batch]:
-    """Yield a micro-batch with other loss weights and its own gradients: all doubled, and one smaller by an ulp.
+    """Yield a micro-batch with weights that hardly change its gradients: all doubled, and one smaller by an ulp.
 
-    A program that has a branch for weights that are all 1, or all alike, does not take it. The one is the first token
-    with a weight, then the last: an ulp may bring a number to the other side of a tie, and what follows rounds anew.
-    Smaller, so that the largest weight is twice what it was: a library's head scales all gradients by it.
+    A program with a branch for weights that are all 1, or all equal, does not take this branch. The smaller weight is
+    that of the first token with weight, then of the last, because an ulp may move a number across a tie and change
+    later roundings. It is smaller, so that the largest weight is exactly doubled: a library's head scales all gradients
+    by the largest.
     """
     weighted = np.flatnonzero(micro.weights)
     for token in (weighted[0], weighted[-1]):
@@ -41,22 +42,25 @@ def reweighted_batches(micro: Batch) -> Iterator[Batch]:
 
 
 def weighted_rows(batch: Batch) -> np.ndarray:
-    """Return the indices of the sequences that hold the batch's loss weight."""
+    """Return the indices of the sequences with loss weight."""
     return np.flatnonzero(batch.weights.any(axis=1))
 
 
 def weighted_part(batch: Batch) -> Batch:
-    """Return those sequences alone."""
+    """Return the sequences with loss weight."""
     return batch.rows(weighted_rows(batch))
 
 
 def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
-    """Return taps of the sequences with weight; parameter gradients, and what is not shaped like a tap, whole."""
+    """Return taps of the sequences with weight.
+
+    Parameter gradients, and arrays of another shape, are returned whole.
+    """
     return {name: weighted_tensor(name, value, batch) for name, value in found.items()}
 
 
 def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return the sequences with weight of one tap; return whole what has no sequences."""
+    """Return the sequences with weight of one tap. An array without sequences is returned whole."""
     tap = name.removeprefix(GRADIENT)
     whole = tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
     return value if whole else value[weighted_rows(batch)]

@@ -1,4 +1,4 @@
-"""Make the step that is checked, and keep what it shows."""
+"""Make the checked step, and keep what it shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.core.train.metrics import has_norms
 
 
 class _Keeping:
-    """A function that puts a step's gradients into a store; `seconds` is the time that this takes."""
+    """A function that puts a step's gradients into a store. `seconds` is the time that this takes."""
 
     def __init__(self, store: Store) -> None:
         self.seconds = 0.0
@@ -31,9 +31,9 @@ class _Keeping:
 
 
 def make_step(found: Gathering, norms: bool) -> None:
-    """Make the step, and take its record, its gradients if it shows them, and what it saw. norms: as `gather` has it.
+    """Make the step, and keep its record, its amaxes, and its gradients if it shows them. norms: as in `gather`.
 
-    A step that is not finite is left out by the session, and has a record too.
+    The session skips a step that is not finite, and returns a record of it too.
     """
     session, batch, keep = found.session, found.batch, _Keeping(found.store)
     if found.shows_parts is not None:
@@ -58,7 +58,7 @@ def make_step(found: Gathering, norms: bool) -> None:
 
 
 def _showing(found: Gathering, step: StreamStep, keep: _Keeping, norms: bool) -> StepRecord:
-    """Make the step as one that shows its gradients; return its record."""
+    """Make the step with its gradients shown. Returns its record."""
     record, shown = step(found.batch, keep, norms)
     if shown is not None:
         found.stepped = gradients_of(found.store, "stepped", shown)

@@ -1,8 +1,8 @@
-"""Observations: what is kept of a tensor. A sketch of 4 KiB and a few statistics, in one npz file a step.
+"""Observations: a sketch of 4 KiB and a few statistics of each tensor, in one npz file a step.
 
-The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors: `names` (N,) ASCII, `sketch`
-(N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`, a JSON
-object as text, whose `schema` is the version of the format.
+The file is readable with `numpy.load(path, allow_pickle=False)` alone. With N tensors it holds `names` (N,) ASCII,
+`sketch` (N, 1021), `norm`, `max_abs`, `mean` (N,) float64, `nonfinite`, `size`, `independent` (N,) int64, and `about`,
+a JSON object as text, whose `schema` is the version of the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from lockstep.core.parity.measures.distances import Distances, ratios
 from lockstep.core.parity.measures.stretches import Space, stretches, wide
 
 SCHEMA = 1
-# Names beside taps and `grad/TAP`, which belong to the tapped batch: NLL and parameter gradients of the probe batch.
+# Names that are not of the tapped batch, as taps and `grad/TAP` are, but of the probe batch: NLL and parameter
+# gradients.
 PROBE_NLL, PARAMETER = "nll/probe", "gradient/"
 STATISTICS = ("norm", "max_abs", "mean")
 COUNTS = ("nonfinite", "size", "independent")
@@ -36,8 +37,12 @@ COUNTS = ("nonfinite", "size", "independent")
 class Observation:
     """The kept statistics of one tensor.
 
-    sketch: (K,) S(x). norm: L2. max_abs, mean: of all elements. nonfinite: how many are not finite. size: elements.
-    independent: about how many errors of their own they carry (core/parity/measures/calibrated_bounds.py).
+    sketch: S(x), (K,).
+    norm: L2 norm.
+    max_abs, mean: over all elements.
+    nonfinite: count of elements that are not finite.
+    size: count of elements.
+    independent: estimate of the number of independent errors (core/parity/measures/calibrated_bounds.py).
     """
 
     sketch: np.ndarray
@@ -50,7 +55,7 @@ class Observation:
 
 
 def observed(x: np.ndarray) -> Observation:
-    """Observe a floating array, a stretch at a time; norm and mean are accumulated in FP64."""
+    """Observe a floating-point array, slice by slice. Norm and mean are accumulated in FP64."""
     flat = np.ascontiguousarray(x).reshape(-1)
     total, power, added, largest, finite = sketch(flat[:0]), 0.0, 0.0, 0.0, 0
     space = Space(1)
@@ -70,9 +75,9 @@ def observed(x: np.ndarray) -> Observation:
 
 
 def sketch_distances(c: Observation, w: Observation, t: Observation, stream: type[np.floating]) -> Distances:
-    """Compute the measures of core/parity/measures/distances.py from sketches; `unequal` is NaN, as bits are not kept.
+    """Compute the measures of core/parity/measures/distances.py from sketches.
 
-    Raises ValueError if sizes differ.
+    `unequal` is NaN, because a sketch has no bits of single elements. Raises ValueError if sizes differ.
     """
     if not c.size == w.size == t.size:
         raise ValueError(f"sizes differ: candidate {c.size}, twin {w.size}, truth {t.size}")
@@ -83,7 +88,7 @@ def sketch_distances(c: Observation, w: Observation, t: Observation, stream: typ
 
 
 def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str, Any]) -> None:
-    """Write one npz file, atomically. Raises UserError if the disk refuses."""
+    """Write one npz file, atomically. Raises UserError if writing fails."""
     arrays: dict[str, np.ndarray] = {
         "names": np.asarray(list(observations), dtype=np.bytes_),
         **_columns(observations),
@@ -98,12 +103,12 @@ def save(path: Path, observations: Mapping[str, Observation], about: Mapping[str
 
 
 def to_arrays(observations: Mapping[str, Observation]) -> dict[str, np.ndarray]:
-    """Return observations as numeric arrays: the columns of the npz file, and names as ASCII bytes between newlines."""
+    """Return observations as numeric arrays: the columns of the npz file, and names as ASCII joined by newlines."""
     return {"names": np.frombuffer("\n".join(observations).encode("ascii"), np.uint8), **_columns(observations)}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, Observation]:
-    """Return what `to_arrays` was given. Raises ValueError if the arrays are no such thing."""
+    """Return the observations from `to_arrays`. Raises ValueError if the arrays are inconsistent."""
     try:
         names = bytes(arrays["names"].astype(np.uint8)).decode("ascii").split("\n") if arrays["names"].size else []
         return _rows(names, arrays)
@@ -121,7 +126,10 @@ def _columns(observations: Mapping[str, Observation]) -> dict[str, np.ndarray]:
 
 
 def _rows(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> dict[str, Observation]:
-    """Raise ValueError if the columns are not as long as the names are many, KeyError if one is missing."""
+    """Rebuild observations.
+
+    Raises ValueError if columns and names differ in length, KeyError if a column is missing.
+    """
     columns = [arrays[key] for key in (*STATISTICS, *COUNTS)]
     shapes = {column.shape for column in columns}
     if arrays["sketch"].shape != (len(names), K) or shapes != {(len(names),)}:

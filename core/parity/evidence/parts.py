@@ -1,8 +1,8 @@
-"""Observe the gradients of a step's micro-batches: what each adds to the step, or each computed apart from it.
+"""Observe the gradients of a step's micro-batches: the contribution of each to the step, or each computed separately.
 
-Sketches are linear: those of the parts add up to the sketch of what the step accumulated; those of micro-batches that
-were computed apart, each by its share of the loss weight. So a step is compared with its micro-batches by some
-kilobytes a tensor, and no gradient leaves the device.
+Sketches are linear. The sum of the sketches of all contributions is the sketch of the step's accumulated gradient.
+Sketches of separate micro-batches are summed with their shares of the loss weight. So the comparison of a step with its
+micro-batches takes some kilobytes a tensor, and no gradient leaves the device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ Observations = Mapping[str, Observation]
 
 
 def has_parts(config: RunConfig, batch: Batch) -> bool:
-    """Return whether a step on `batch` is several micro-batches; of a single one, the step's own gradients serve."""
+    """Return whether a step on `batch` has several micro-batches.
+
+    For a single one, the step's own gradients suffice.
+    """
     return config.train.accumulation * config.train.ranks > 1 and len(batch.cut(config.train)) > 1
 
 
 def parts_of_step(session: Session, config: RunConfig) -> ShowsParts | None:
-    """Return the session as one whose step shows what its micro-batches add; None if it does not, or has ranks."""
+    """Return the session if its step shows the contribution of each micro-batch; None if not, or with several ranks."""
     try:
         return ask(session, ShowsParts) if config.train.ranks == 1 else None
     except NotSupported:
@@ -37,10 +40,10 @@ def parts_of_step(session: Session, config: RunConfig) -> ShowsParts | None:
 
 
 def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Observations]:
-    """Return, for each micro-batch of `batch` in its order, the observations of its gradients by `gradient/PARAMETER`.
+    """Return observations of the gradients of each micro-batch of `batch`, in order, by `gradient/PARAMETER`.
 
-    Each of several ranks computes its own micro-batches, and rank 0 gets those of all. Every rank calls it. Raises
-    NotSupported if the session gives no gradients.
+    With several ranks each computes its own micro-batches, and rank 0 receives those of all. Every rank calls it.
+    Raises NotSupported if the session gives no gradients.
     """
     if config.train.ranks == 1:
         return [sketched(session, micro) for micro in batch.cut(config.train)]
@@ -58,7 +61,7 @@ def observed_parts(session: Session, config: RunConfig, batch: Batch) -> list[Ob
 def parts_apart(
     session: Session, config: RunConfig, before: State, batch: Batch, missing: list[str]
 ) -> tuple[tuple[Mapping[str, Observation], ...], tuple[Arrays, ...]]:
-    """Observe the gradients, and the amaxes where there are any, of each of the step's micro-batches apart from it."""
+    """Observe gradients, and amaxes if there are any, of each of the step's micro-batches in separate passes."""
     try:
         with scaled_as_in_step(session, config, before, batch):
             if config.train.ranks > 1 or not layers(config):

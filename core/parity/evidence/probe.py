@@ -1,4 +1,4 @@
-"""Choose the micro-batch that a check examines, and the sequences of it that hold its loss."""
+"""Choose the micro-batch that a check examines, and its sequences with loss weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.parity.evidence.loss_weights import uneven_weights, weighted_
 
 
 def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
-    """Return the first micro-batch; where attention uses documents, the first with several in a sequence."""
+    """Return the first micro-batch; if attention uses documents, the first with several documents in a sequence."""
     micros = batch.cut(config.train)
     if config.attention.needs_documents:
         return next((micro for micro in micros if sequences_of_several_documents(micro).size), micros[0])
@@ -21,11 +21,11 @@ def micro_to_probe(batch: Batch, config: RunConfig) -> Batch:
 
 
 def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int = 0) -> Batch:
-    """Return `probe_batch` for a run: where sequences share the scales of FP8, all of them have weight.
+    """Return `probe_batch` for a run. If sequences share the scales of FP8, all of them have weight.
 
-    Where attention uses documents, one of the sequences holds several, if any does. Where sequences do not share
-    scales, an end of text is among the inputs and the targets with weight, if the batch knows its id.
-    seed: of the loss weights, by default the run's.
+    If attention uses documents, one of the sequences with weight has several, if any has. If sequences do not share
+    scales, an end of text is among the inputs and among the targets with weight, if the batch has its token id.
+    seed: seed of the loss weights; by default the run's.
     """
     rows: Sequence[int] = range(len(micro.tokens)) if config.precision.couples_sequences else ()
     if config.attention.needs_documents and not rows:
@@ -39,17 +39,17 @@ def probe_of(micro: Batch, config: RunConfig, seed: int | None = None, turn: int
 
 
 def has_end_of_text(batch: Batch) -> bool:
-    """Return whether an end of text, of a batch that knows its id, is an input and a target with weight."""
+    """Return whether an end of text is an input and a target with weight, in a batch that has its token id."""
     targets, inputs = batch.targets[batch.weights > 0], batch.tokens[weighted_rows(batch)]
     return bool((targets == batch.end_of_text).any() and (inputs == batch.end_of_text).any())
 
 
 def _with_end_of_text(probe: Batch) -> Batch:
-    """Return the probe with an end of text as the last input of its last sequence with weight, and the target before.
+    """Return the probe with an end of text as last input of its last sequence with weight, and as the target before.
 
-    A trainer may give that token a role of its own: its targets count nothing (`ignore_index`), its embedding has no
-    gradient (`padding_idx`). Few batches hold one. Whatever comes before these two tokens is as in the step, bit for
-    bit: a token does not see those after it. They weigh 1. One that has an end of text stays as it is.
+    A trainer may treat that token differently: its targets do not count (`ignore_index`), or its embedding has no
+    gradient (`padding_idx`). Few batches contain one. All earlier tokens have the same bits as in the step, because
+    attention is causal. The two tokens have weight 1. A probe that already has an end of text is unchanged.
     """
     if probe.end_of_text is None or has_end_of_text(probe) or probe.tokens.shape[1] < 2:
         return probe
@@ -61,18 +61,18 @@ def _with_end_of_text(probe: Batch) -> Batch:
 
 
 def is_text_of(probe: Batch, micro: Batch) -> bool:
-    """Return whether a probe was made of this micro-batch: all is the same but for an end of text in its last place."""
+    """Return whether a probe was made from this micro-batch: equal except for an end of text in the last place."""
     same = np.array_equal(probe.tokens[:, :-1], micro.tokens[:, :-1])
     return same and np.array_equal(probe.targets[:, :-2], micro.targets[:, :-2])
 
 
 def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0) -> Batch:
-    """Return a micro-batch with uneven loss weights on `rows` alone, by default two.
+    """Return a micro-batch with uneven loss weights on `rows`, by default two, and zero weight on the others.
 
-    The two are `turn` from its first and `turn` from its last. The last one has the highest index in every tensor,
-    where tiles end and indices overflow; the others have their turn from check to check. A sequence without weight
+    The two are `turn` from the first and `turn` from the last. The last one has the highest index in every tensor,
+    where tiles end and indices overflow. The others are chosen in turn, from check to check. A sequence without weight
     adds exactly zero to a gradient. So the reference computes only those with weight, while the candidate runs the
-    program and the shapes that it trains with.
+    program and shapes of training.
     """
     chosen = np.asarray(rows or rows_in_turn(len(micro.tokens), turn))
     weights = np.zeros_like(micro.weights)
@@ -81,16 +81,16 @@ def probe_batch(micro: Batch, seed: int, rows: Sequence[int] = (), turn: int = 0
 
 
 def rows_in_turn(size: int, turn: int) -> list[int]:
-    """Return two of `size` sequences, `turn` from the first and from the last; of one sequence, it alone."""
+    """Return two of `size` sequences, `turn` from the first and from the last. For one sequence, return this one."""
     turn %= (size + 1) // 2
-    # With an odd size, the middle sequence is paired with the one before it: the reference's programs take two
+    # With an odd size, the middle sequence is paired with the one before it, because the reference's programs take two
     # sequences.
     low = turn if turn < size - 1 - turn else max(turn - 1, 0)
     return sorted({low, size - 1 - turn})
 
 
 def sequences_of_several_documents(batch: Batch) -> np.ndarray:
-    """Return the indices of the sequences in which a document ends and another begins."""
+    """Return the indices of the sequences with several documents."""
     if batch.documents is None:
         return np.zeros(0, int)
     return np.flatnonzero((np.diff(batch.documents, axis=1) > 0).any(axis=1))

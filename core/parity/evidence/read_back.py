@@ -1,7 +1,7 @@
 """Read back a step's inputs from the device, and count where they differ from the step's batch.
 
-The digest in a step's record is of the batch that the session was handed. Between it and the program lie a copy to
-pinned memory, a transfer, a cut into micro-batches.
+The digest in a step's record is that of the batch given to the session. Before the program reads it, it is copied to
+pinned memory, transferred, and cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WHAT = "what the step's program was given, read back from its device"
 
 
 def reading_back(session: Session, missing: list[str]) -> Callable[[Batch], dict[str, int]]:
-    """Request that the next step keep its program's inputs; return a function that counts differences from a batch.
+    """Request that the next step keep its program's inputs. Returns a function that counts differences from a batch.
 
-    The function returns the number of elements that differ, by array. Where the session does not show its inputs, it
-    returns nothing, and `missing` gets the reason.
+    The function returns array → number of differing elements. If the session does not show its inputs, it returns
+    nothing, and `missing` receives the reason.
     """
     try:
         shows = ask(session, ReadsBack)

@@ -1,4 +1,4 @@
-"""Observations of a step as a file of the run directory, from which `lockstep replay` judges it later and elsewhere."""
+"""Observations of a step as a file in the run directory. `lockstep replay` can judge it later and elsewhere."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lockstep.core.parity.judge.end_to_end import observations
 
 
 def observation_file(folder: Path, step: int) -> Path:
-    """Return `observations/step_000100.npz`."""
+    """Return the path `observations/step_000100.npz`."""
     return folder / f"step_{step:06d}.npz"
 
 
 def probe_of(batch: Batch, config: RunConfig) -> Batch:
-    """Choose the micro-batch on which a training step is observed: a function of the step's batch and the run."""
+    """Return the micro-batch on which a training step is observed, a function of the step's batch and the run."""
     return probe_of_micro(micro_to_probe(batch, config), config, turn=int(batch.digest()[:8], 16))
 
 
 def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found: Mapping[str, Observation]) -> Path:
-    """Write one step's observations, with what a replay must know besides. Raises UserError if the disk refuses."""
+    """Write one step's observations with all that a replay needs. Raises UserError if writing fails."""
     about: dict[str, Any] = {
         "step": step,
         "batch": batch.digest(),
@@ -47,9 +47,9 @@ def save_observations(folder: Path, step: int, batch: Batch, probe: Batch, found
 
 
 def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, Observation]:
-    """Observe the probe at the session's weights: by its own sketches, or from the tensors that it shows.
+    """Observe the probe at the session's weights, by the session's sketches or from the tensors that it shows.
 
-    Raises NotSupported if it can do neither.
+    Raises NotSupported if it supports neither.
     """
     try:
         found: Mapping[str, Observation] = ask(session, Sketches).sketch(probe)
@@ -68,9 +68,10 @@ def observe(session: Session, config: RunConfig, probe: Batch) -> Mapping[str, O
 def observed_step(
     session: Session, config: RunConfig, batch: Batch, norms: bool
 ) -> tuple[StepRecord, Mapping[str, Observation]]:
-    """Run a step and observe its own NLL and gradients, as accumulated and before clipping.
+    """Run a step and observe its own NLL and gradients, after accumulation and before clipping.
 
-    Raises NotSupported before the step if the session cannot show them; a session whose step does not is empty.
+    Raises NotSupported before the step if the session cannot show them. The observations are empty if this step does
+    not.
     """
     try:
         sketches = ask(session, SketchesStep)

@@ -1,4 +1,4 @@
-"""Observations kept during training, without a reference: cheap enough for every hundredth step of a long run."""
+"""Record observations during training, without a reference. The cost allows every hundredth step of a long run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lockstep.core.train.validation import Validation
 
 
 class Recorder:
-    """A recorder of some steps' observations, beside checks if there are any.
+    """A recorder of some steps' observations, together with checks if there are any.
 
-    Every `parity.record_every`th step: of the step's own gradients, which cost no pass. Every
-    `parity.record_taps_every`th step: of a micro-batch's taps and gradients, by a forward and backward pass of its own.
-    A step that is checked has its observations kept by the check. A `with` block ends when the last file is written.
+    Every `parity.record_every` steps it records the step's own gradients, which need no extra pass. Every
+    `parity.record_taps_every` steps it records a micro-batch's taps and gradients, from an extra forward and backward
+    pass. The check of a checked step keeps its observations. A `with` block ends when the last file is written.
     """
 
     def __init__(self, config: RunConfig, folder: Path | None, shadow: Shadow | ShadowPart | None) -> None:
-        """Record into `folder`, which is None on ranks that only take part in observing."""
+        """Record into `folder`. It is None on ranks that only take part in observing."""
         self._config, self._folder, self._shadow = config, folder, shadow
         self._lost: list[tuple[int, str]] = []
         self._asked = 0
@@ -43,11 +43,11 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Checks that are still out."""
+        """Number of unfinished checks."""
         return self._shadow.pending if self._shadow else 0
 
     def due(self, step: int) -> bool:
-        """Return whether the step is checked or recorded; `step` is called for the step that was asked about last."""
+        """Return whether the step is checked or recorded. The next call of `step` is for this step."""
         self._asked = step
         checked = self._shadow is not None and self._shadow.due(step)
         return checked or self._taps_are_due(step) or _is_due(self._config.parity.record_every, step)
@@ -63,7 +63,7 @@ class Recorder:
         due: str | None = None,
         validation: Validation | None = None,
     ) -> StepRecord:
-        """Check the step, or run it and record what is due of it."""
+        """Check the step, or run it and record what is due."""
         if self._shadow and self._shadow.due(self._asked):
             return self._shadow.step(session, batch, norms, due, validation)
         of = probe_of(batch, self._config) if self._taps_are_due(self._asked) else batch
@@ -101,7 +101,7 @@ class Recorder:
         self._lost.append((step, f"its observations were not kept: {said}"))
 
     def collect(self) -> Iterator[Result]:
-        """Return the checks that have come back, and the observations that were lost."""
+        """Yield the finished checks, and the observations that were lost."""
         if self._writing is not None and self._writing[1].done():
             self._wait_for_file()
         lost, self._lost = self._lost, []
@@ -110,7 +110,7 @@ class Recorder:
             yield from self._shadow.collect()
 
     def drain(self) -> Iterator[Result]:
-        """Wait for all checks that are still out, and until the last observations are written."""
+        """Wait for all unfinished checks and for the last file. Yields as `collect`."""
         self._wait_for_file()
         if self._shadow:
             yield from self._shadow.drain()

@@ -1,4 +1,4 @@
-"""The checkpoint's round trip of a thorough check: write the state after the step, read it back, load it."""
+"""The checkpoint's round trip in a thorough check: write the state after the step, read it, load it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def round_trip(
     begun: Callable[[], None],
     restored: Callable[[], None] | None = None,
 ) -> State | None:
-    """Write the state after the step to a checkpoint, read it back into the session and return it.
+    """Write the state after the step to a checkpoint, read it, load it into the session, and return it.
 
-    Updates that the optimizer then counts otherwise are listed in words among its scalars; those of the step have none.
-    The session takes another state over while its checkpoint is being written, so a copy must be written.
-    begun: called before that, when what is written has been taken from the session. restored: called when a session
-    that reads checkpoints itself (`Restores`) has read it; then it is loaded as well. Every rank calls all of this.
+    The session loads another state while its checkpoint is being written, so the checkpoint must be of a copy.
+    If the optimizer then counts other updates, the scalars of the result name them.
+    begun: called before that load, when the session has copied the state to write.
+    restored: called after a session that reads checkpoints itself (`Restores`) has read it. The state is then loaded as
+    well.
+    Every rank calls it.
     """
     try:
         load = ask(session, Loads).load
@@ -59,10 +61,11 @@ def round_trip(
 
 
 def differs_once_read(session: Session, step: int, other: State) -> tuple[str, ...]:
-    """Write the session's state and load what was written; name what this rank then has otherwise, by checksums.
+    """Write the session's state and load the checkpoint.
 
-    step: of that state. other: one that the session takes over while its checkpoint is being written. Raises
-    NotSupported if the session shows no checksums.
+    Returns the arrays of this rank that then differ, by checksums. step: number of the state's step.
+    other: a state that the session loads while its checkpoint is being written.
+    Raises NotSupported if the session shows no checksums.
     """
     load, checksums = ask(session, Loads).load, ask(session, ShowsChecksums).state_checksums
     sums = checksums()
@@ -83,9 +86,9 @@ def _read_back(
     final: Path,
     begun: Callable[[], None],
 ) -> Iterator[tuple[Path, State]]:
-    """Write a checkpoint; yield its path and the state read back from it, one tensor at a time on demand.
+    """Write a checkpoint. Yields its path and the state read from it, one tensor at a time on demand.
 
-    Several ranks write it together, and each reads it by itself.
+    Several ranks write it together, and each reads it separately.
     """
     ranks = ranks_of(session)
     if ranks.rank == 0:

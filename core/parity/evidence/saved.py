@@ -1,7 +1,7 @@
-"""Evidence as a folder: `evidence.json` beside the tensors of its store. No pickle; what is read is hostile data.
+"""Evidence as a folder: `evidence.json` next to the tensors of its store. No pickle; files are read as untrusted data.
 
-A folder alone can be judged later. In `evidence.json` stand the record and whatever else is small, and of every tensor
-only the kind under which the store has it.
+The folder alone can be judged later. `evidence.json` contains the record and all other small data, and for each tensor
+only its kind in the store.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lockstep.core.parity.evidence.store import FolderStore, Stored
 SCHEMA = 2
 DOCUMENT = "evidence.json"
 NLL = "nll"
-# The arrays of a batch that `Batch` needs; `documents` may be absent.
+# The arrays that `Batch` requires; `documents` may be absent.
 NEEDED = ("tokens", "targets", "weights")
 
 
 @dataclass(frozen=True)
 class _State:
-    """A state. kinds: of the store, by `params` and kinds of moments."""
+    """A state. kinds: `params` or kind of moment → kind in the store."""
 
     step: int
     scalars: Mapping[str, float]
@@ -42,7 +42,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Gradients; `nll` lies in the store."""
+    """Gradients; nll, grads and program are kinds in the store."""
 
     loss: float
     nll: str
@@ -52,7 +52,7 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """Gradients apart and together."""
+    """Gradients separately and together."""
 
     parts: tuple[str, ...]
     shares: tuple[float, ...]
@@ -71,7 +71,7 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Part of what a later step moved. grads: its kind in the store."""
+    """The kept part of a later step. grads: kind in the store."""
 
     number: int
     grads: str
@@ -80,7 +80,7 @@ class _Moved:
 
 @dataclass(frozen=True)
 class _Document:
-    """The contents of `evidence.json`. Fields as in `Evidence`; a tensor stands for its kind in the store."""
+    """The contents of `evidence.json`. Fields as in `Evidence`; in place of tensors, their kinds in the store."""
 
     schema: int
     before: _State
@@ -102,7 +102,7 @@ class _Document:
     ranks: tuple[RankReport, ...]
     rechecked: bool
     not_finite: str
-    # Evidence of an earlier Lockstep has none of these.
+    # Evidence of earlier versions has none of these.
     evaluated: str = ""
     misread: Mapping[str, int] = field(default_factory=dict)
     taps_keep_bits: bool = False
@@ -130,9 +130,9 @@ def store_of(evidence: Evidence) -> FolderStore | None:
 
 
 def save_evidence(evidence: Evidence, store: FolderStore) -> Evidence:
-    """Write what `store` does not hold yet, finish it, and return the evidence as `open_evidence` returns it.
+    """Write what `store` does not hold yet, and finish the store. Returns the evidence as `open_evidence` does.
 
-    Raises UserError if the disk refuses; then the store is removed.
+    Raises UserError if writing fails; then the store is removed.
     """
     document = _Writer(store).document(evidence)
     raw = json.dumps(asdict(document), indent=1, default=dict).encode()
@@ -141,9 +141,9 @@ def save_evidence(evidence: Evidence, store: FolderStore) -> Evidence:
 
 
 def open_evidence(folder: Path) -> Evidence:
-    """Open a folder of evidence; its tensors are read when they are asked for.
+    """Open a folder of evidence. Its tensors are read on access.
 
-    Raises UserError that names the file which is missing, damaged, of another schema or not what evidence is.
+    Raises UserError that names a missing, damaged or inconsistent file, or one of another schema.
     """
     store = FolderStore.open(folder)
     path = folder / DOCUMENT
@@ -173,13 +173,13 @@ def _adapter() -> TypeAdapter[_Document]:
 
 
 class _Writer:
-    """A writer that puts what a store does not hold yet, and returns the kind under which the store has it."""
+    """A writer of tensors that a store does not hold yet. Its methods return the kind of a tensor in the store."""
 
     def __init__(self, store: FolderStore) -> None:
         self._store = store
 
     def document(self, evidence: Evidence) -> _Document:
-        """Write all tensors and return the contents of `evidence.json`."""
+        """Write all tensors. Returns the contents of `evidence.json`."""
         return _Document(
             SCHEMA,
             self._state("before", evidence.before),
@@ -224,7 +224,7 @@ class _Writer:
     def _kind(self, kind: str, arrays: Arrays) -> str:
         if isinstance(arrays, Stored) and arrays.store is self._store:
             return arrays.kind
-        while self._store.names(kind):  # a recheck's taps, stored beside those of the check
+        while self._store.names(kind):  # a recheck's taps, next to those of the check
             kind += "+"
         put_all(self._store, kind, arrays)
         return kind
@@ -265,7 +265,7 @@ class _Writer:
 
 
 def _evidence(document: _Document, store: FolderStore) -> Evidence:
-    """Rebuild evidence from its document: batches and NLL are read, other tensors are `Stored`."""
+    """Rebuild evidence from its document. Batches and NLL are read now, other tensors are `Stored`."""
 
     def gradients(of: _Gradients | None) -> Gradients | None:
         return None if of is None else there(of)

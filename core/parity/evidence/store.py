@@ -1,16 +1,16 @@
-"""Stores of tensors: in memory for small models and tests, or in a folder that holds one tensor at a time in memory.
+"""Stores of tensors: in memory for small models and tests, or in a folder, with one tensor at a time in memory.
 
 A tensor has a kind (`before/params`, `taps`, …) and a name. A folder holds
 
-    index.json             where each tensor lies, its dtype, its shape and digests, those of headers; written last
+    index.json             file, dtype, shape and digests of each tensor, digests of headers; written last
     embedding.safetensors  the tensors of one segment of the model; `blocks.3.safetensors`, `head.safetensors`,
-                           and `blocks.3-1.safetensors` and so on where the header of the one before is full
+                           and `blocks.3-1.safetensors` and so on after a full header
 
-and is readable by safetensors alone: each key is KIND/NAME. A folder without its index is no evidence.
+and is readable by safetensors alone: each key is KIND/NAME. A folder without its index is not evidence.
 
-Several ranks put into one folder, each into files of its own (`rank-1.blocks.3.safetensors`), of each tensor the rows
-that it holds. A rank that has put everything leaves its entries in `rank-1.json`; rank 0 waits for them, and makes them
-part of the index.
+Several ranks write to one folder, each to its own files (`rank-1.blocks.3.safetensors`), the rows of each tensor that
+it holds. A rank that has written all its tensors writes its entries to `rank-1.json`. Rank 0 waits for these files and
+adds the entries to the index.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ LOOK_SECONDS = 0.02
 
 
 class Store(Protocol):
-    """A place for evidence, written a tensor at a time."""
+    """A place for evidence, written one tensor at a time."""
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that put into it, each the part that it holds."""
+        """Number of ranks that put tensors, each the part that it holds."""
         ...
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Take a tensor, of any shape. Raises UserError if the disk refuses, ValueError if it is there already."""
+        """Store a tensor of any shape. Raises UserError if writing fails, ValueError if the name exists."""
         ...
 
     def get(self, kind: str, name: str) -> np.ndarray:
-        """Return a tensor. Raises KeyError if it is not there, UserError if it is not what was put."""
+        """Return a tensor. Raises KeyError if it does not exist, UserError if it is damaged."""
         ...
 
     def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
-        """Return flat elements `start` to `stop` of a tensor without reading the rest. Raises as `get`."""
+        """Return elements `start` to `stop` of the flat tensor without reading the rest. Raises as `get`."""
         ...
 
     def digest(self, kind: str, name: str) -> str:
-        """Return the digest of a tensor's bytes (`digest_of`): equal for equal bytes. Raises KeyError."""
+        """Return the digest of a tensor's bytes (`digest_of`), which is equal for equal bytes. Raises KeyError."""
         ...
 
     def arrays(self, kind: str) -> Arrays:
@@ -86,16 +86,16 @@ class Store(Protocol):
         ...
 
     def scratch(self) -> Store:
-        """Return another store of the same sort, for tensors that are soon removed."""
+        """Return another store of the same type, for temporary tensors."""
         ...
 
     def remove(self) -> None:
-        """Remove everything."""
+        """Remove all tensors."""
         ...
 
 
 class MemoryStore:
-    """A store in memory, which keeps what it is given."""
+    """A store in memory. It keeps references to the arrays."""
 
     ranks = 1
 
@@ -134,19 +134,24 @@ class MemoryStore:
 
 
 class NoStore(MemoryStore):
-    """A store that keeps nothing, for a rank that takes part in gathering what rank 0 keeps."""
+    """A store that keeps nothing, for a rank that takes part in gathering for rank 0."""
 
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()
         self.ranks = ranks
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Drop the tensor."""
+        """Discard the tensor."""
 
 
 @dataclass
 class _Segment:
-    """A file that is being written. size: bytes of its data. header: the JSON of each tensor in it."""
+    """A file that is being written.
+
+    size: bytes of its data.
+    header: JSON of each tensor in it.
+    length: bytes of the header.
+    """
 
     file: str
     size: int = 0
@@ -154,36 +159,37 @@ class _Segment:
     length: int = 2
 
     def has_room(self, described: str) -> bool:
-        """Return whether the header has room for one more tensor."""
+        """Return whether the header has room for another tensor."""
         return self.length + len(described) + 1 <= HEADER
 
 
 class FolderStore:
-    """A store in a folder. Made by `create` or `join`, to put into and read from, or by `open`, to read.
+    """A store in a folder. `create` and `join` make one for writing and reading, `open` one for reading.
 
-    Each tensor that is read is a view of a memory map of its own, private and writable; nothing else is kept. Its
-    SHA-256 is verified when it is first read.
+    Each tensor that is read is a separate memory map, private and writable. Nothing else is kept in memory. Its SHA-256
+    is verified at the first read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # This part's rank, the number of ranks, and how long rank 0 waits for the others, in seconds.
+        # This part's rank, the number of ranks, and the time in seconds that rank 0 waits for the others.
         self.rank, self.ranks, self._patience = 0, 1, 0.0
         self._entries: Entries = {}
-        # Rank 0's tensors, which this rank may read.
+        # Rank 0's tensors that this rank may read.
         self._lent: Entries = {}
         self._documents: dict[str, str] = {}
         self._same: dict[tuple[Any, ...], Entry] = {}
         self._segments: dict[str, list[_Segment]] = {}
         self._verified: set[tuple[str, int, str]] = set()
-        # True once the index is written.
+        # True after the index is written.
         self.finished = False
 
     @classmethod
     def create(cls, folder: Path, ranks: int = 1, patience: float = 0.0) -> Self:
-        """Make the folder, which must not be there, in one that is. Raises UserError if it cannot be made.
+        """Make the folder, which must not exist, in an existing one. Raises UserError if this fails.
 
-        ranks: how many put into it, this one as rank 0. patience: how long it waits for the others, in seconds.
+        ranks: number of ranks that write, this one being rank 0.
+        patience: time in seconds that rank 0 waits for the others.
         """
         try:
             folder.mkdir()
@@ -195,7 +201,7 @@ class FolderStore:
 
     @classmethod
     def join(cls, folder: Path, rank: int, ranks: int) -> Self:
-        """Open the folder that rank 0 has made, to put into. Raises UserError if this rank does not see it."""
+        """Open the folder that rank 0 has made, for writing. Raises UserError if this rank does not see it."""
         if not folder.is_dir():
             raise UserError(
                 f"rank {rank} does not see {folder}, where rank 0 keeps evidence: it must lie where all nodes have it, "
@@ -207,14 +213,14 @@ class FolderStore:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open a finished one. Raises UserError as `read_index`."""
+        """Open a finished folder. Raises UserError as `read_index`."""
         made = cls(folder)
         made._entries, made._documents, _, _ = read_index(folder)
         made.finished = True
         return made
 
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
-        """Implement `Store.put`; a tensor whose bytes, dtype and shape are there already is not written again."""
+        """Implement `Store.put`. A tensor with bytes, dtype and shape of a stored one is not written again."""
         if self.finished:
             raise ValueError(f"{self.folder} is finished, and takes no {kind}/{name}")
         if name in (of_kind := self._entries.setdefault(kind, {})):
@@ -249,7 +255,7 @@ class FolderStore:
         return found
 
     def part(self, kind: str, name: str, start: int, stop: int) -> np.ndarray:
-        """Implement `Store.part`; the pieces that the part overlaps are verified."""
+        """Implement `Store.part`. The pieces that overlap the part are verified."""
         parts = self._parts(kind, name)
         start, stop, _ = slice(start, stop).indices(sum(entry.size for entry in parts))
         found, begin = [], 0
@@ -261,24 +267,24 @@ class FolderStore:
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, DTYPES[parts[0].dtype])])
 
     def digest(self, kind: str, name: str) -> str:
-        """Implement `Store.digest` from the index; for a tensor in parts, from its bytes."""
+        """Implement `Store.digest` from the index; for a tensor in several parts, from its bytes."""
         parts = self._parts(kind, name)
         return parts[0].digest if len(parts) == 1 else digest_of(self.get(kind, name))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, from the index. Raises KeyError if it is not there."""
+        """Return a tensor's shape from the index. Raises KeyError if it does not exist."""
         return shape_of(self._parts(kind, name))
 
     def names(self, kind: str) -> KeysView[str]:
-        """Return the names of a kind, in the order in which they were put."""
+        """Return the names of a kind, in the order of `put`."""
         return (self._entries.get(kind) or self._lent.get(kind, {})).keys()
 
     def arrays(self, kind: str) -> Stored:
-        """Implement `Store.arrays`; a tensor is read when it is accessed."""
+        """Implement `Store.arrays`. A tensor is read on access."""
         return Stored(self, kind)
 
     def lend(self, ranks: Ranks, of: str) -> None:
-        """Share with every rank, before `finish`, what rank 0 alone has put under kinds that begin with `of`."""
+        """Let every rank read, before `finish`, the tensors that rank 0 has put under kinds that begin with `of`."""
         lent = ranks.of_first(lambda: {k: dict(tensors) for k, tensors in self._entries.items() if k.startswith(of)})
         self._lent |= lent if self.rank else {}
 
@@ -288,7 +294,7 @@ class FolderStore:
         return type(self).create(next(folder for folder in folders if not folder.exists()))
 
     def document(self, name: str) -> bytes:
-        """Return what was given to `finish` under this name. Raises UserError if it is missing or damaged."""
+        """Return the document that `finish` wrote under this name. Raises UserError if it is missing or damaged."""
         path = self.folder / name
         if name not in self._documents:
             raise UserError(f"{self.folder / INDEX} names no {name}")
@@ -300,9 +306,9 @@ class FolderStore:
         return raw
 
     def finish(self, documents: Mapping[str, bytes] | None = None) -> None:
-        """Fill in the headers, write `documents` beside them, and at last the index. Raises UserError if it fails.
+        """Write the headers, then `documents`, then the index. Raises UserError if writing fails.
 
-        Rank 0 waits until the others are done; they write no documents.
+        Rank 0 waits for the other ranks, which write no documents.
         """
         written = [s for of_name in self._segments.values() for s in of_name]
         sizes = {s.file: DATA + s.size for s in written}
@@ -333,9 +339,9 @@ class FolderStore:
         self.finished = True
 
     def _take_in(self) -> tuple[dict[str, int], dict[str, str]]:
-        """Wait for the entries of the other ranks, and append them; return sizes and header digests of their files.
+        """Wait for the entries of the other ranks, and append them. Returns sizes and header digests of their files.
 
-        Raises UserError if one of them has lost its part, or is not done in time.
+        Raises UserError if a rank has lost its part, or does not finish in time.
         """
         until, sizes, headers = time.monotonic() + self._patience, dict[str, int](), dict[str, str]()
         for rank in range(1, self.ranks):
@@ -357,7 +363,7 @@ class FolderStore:
         return sizes, headers
 
     def remove(self) -> None:
-        """Implement `Store.remove`: delete the folder; on another rank than 0, report that its part is lost."""
+        """Implement `Store.remove`: delete the folder. On other ranks than 0, report that the part is lost."""
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
             return
@@ -365,12 +371,12 @@ class FolderStore:
             (self.folder / _lost(self.rank)).touch()
 
     def move(self, folder: Path) -> None:
-        """Move to `folder`, which must not be there: rename where the file system can, else copy. Raises OSError."""
+        """Move to `folder`, which must not exist: rename if the file system can, else copy. Raises OSError."""
         shutil.move(self.folder, folder)
         self.folder = folder
 
     def flush(self) -> None:
-        """Wait until everything is on the disk. Raises OSError."""
+        """Wait until all data is on the disk. Raises OSError."""
         for path in (*self.folder.iterdir(), self.folder):
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -379,7 +385,7 @@ class FolderStore:
                 os.close(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the path alone: whoever unpickles it opens the folder."""
+        """Pickle only the path. Unpickling opens the folder."""
         return FolderStore.open, (self.folder.resolve(),)
 
     def _parts(self, kind: str, name: str) -> tuple[Entry, ...]:
@@ -430,7 +436,7 @@ class FolderStore:
         return found if found.flags.aligned else found.copy()
 
     def _verify(self, entry: Entry, start: int, stop: int) -> None:
-        """Read the pieces that were not read before, through a buffer: no page of a memory map becomes resident."""
+        """Verify the pieces that were not read before, through a buffer. No page of a memory map becomes resident."""
         path, dtype = self.folder / entry.file, stored_dtype(entry.stored)
         for number in pieces(entry, start, stop):
             if _piece(entry, number) in self._verified:
@@ -452,7 +458,7 @@ class FolderStore:
 
 
 class Stored(Mapping[str, np.ndarray]):
-    """The tensors of one kind in a folder, by name; each is read when it is accessed, and none is kept."""
+    """The tensors of one kind in a folder, by name. Each is read on access, and none is kept."""
 
     def __init__(self, store: FolderStore, kind: str) -> None:
         self.store, self.kind = store, kind
@@ -481,7 +487,7 @@ class Stored(Mapping[str, np.ndarray]):
         return self.store.digest(self.kind, name)
 
     def part(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return flat elements `start` to `stop` of a tensor."""
+        """Return elements `start` to `stop` of the flat tensor."""
         return self.store.part(self.kind, name, start, stop)
 
 
@@ -516,7 +522,7 @@ def _header(segment: _Segment) -> bytes:
 
 
 def _write(descriptor: int, data: memoryview) -> None:
-    """Write all of it: a disk takes what it can at once."""
+    """Write all of the data. A single call may write less."""
     while data.nbytes:
         data = data[os.write(descriptor, data) :]
 

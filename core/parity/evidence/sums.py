@@ -1,4 +1,4 @@
-"""Gather gradients of several micro-batches apart and together: summed on one rank, or over ranks."""
+"""Gather gradients of several micro-batches separately and together: summed on one rank, or over ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lockstep.core.streams import GRADS, stream_gradients
 from lockstep.core.train.fp8_amax import layers
 from lockstep.core.train.loss_scale import SCALE
 
-# The accumulation check uses the run's own number of micro-batches, and at least three: with two shares that are powers
-# of two, a mean of means equals the mean.
+# The accumulation check uses the run's number of micro-batches, and at least three. With two shares that are powers of
+# two, a mean of means equals the mean.
 LEAST_PARTS = 3
-# The kind under which the sum of their gradients is stored.
+# The kind in the store of the sum of their gradients.
 SUM = "accumulated/sum"
 
 
 def accumulate(session: Session, config: RunConfig, before: State, micros: list[Batch], store: Store) -> Accumulation:
-    """Compute gradients of as many micro-batches as a rank has, apart and together.
+    """Compute the gradients of as many micro-batches as a rank has, separately and together.
 
-    Each has the same loss weights times its share, a power of two. The parts are summed as they come, each by its
-    share: none of them is kept. With several ranks, their number does not divide that of the micro-batches, so that
-    these are not spread over ranks: a fault of the reduction has no part in this sum.
+    Each has the same loss weights times its share, a power of two. The separate gradients are summed with these shares
+    at once, and none is kept. With several ranks, the number of micro-batches is not a multiple of the number of ranks,
+    so that they are not spread over ranks and a fault of the reduction cannot enter the sum.
     """
     ranks, count = config.train.ranks, max(LEAST_PARTS, config.train.accumulation)
     shares = shares_of(count + 1 if ranks > 1 and count % ranks == 0 else count)
@@ -48,9 +48,9 @@ def accumulate(session: Session, config: RunConfig, before: State, micros: list[
 
 
 def _adding(share: float, so_far: Store | None, total: Store) -> Take:
-    """Write share · gradient into `total`, plus the sum `so_far` if it is given.
+    """Return a function that puts share · gradient into `total`, plus the sum `so_far` if it is given.
 
-    A gradient that is not there, or is of another shape, has no sum, and the check misses it.
+    A gradient that is missing or has another shape is not summed, and the check reports it as missing.
     """
     earlier = None if so_far is None else so_far.arrays(SUM)
 
@@ -71,12 +71,12 @@ def _adding(share: float, so_far: Store | None, total: Store) -> Take:
 def reduce(
     session: Session, config: RunConfig, before: State, micros: list[Batch], missing: list[str], store: Store
 ) -> Accumulation | None:
-    """Compute the same over ranks, two micro-batches for each: each by itself on its own rank, and reduced.
+    """Compute gradients over ranks, of two micro-batches for each: separately on each rank, and reduced.
 
-    `missing` gets why where the session cannot.
+    missing: receives the reason if the session cannot do this.
     """
     count = 2 * config.train.ranks
-    # All ranks share one loss scale, or one history of amaxes: with either, all shares must be equal.
+    # All ranks share one loss scale, or one amax history. With either, all shares must be equal.
     one_scale = SCALE in before.scalars or layers(config)
     shares = (1.0 / count,) * count if one_scale else shares_of(count)
     _, whole = _of_shares(micros, shares)
@@ -96,7 +96,7 @@ def reduce(
 
 
 def shares_of(count: int) -> tuple[float, ...]:
-    """Return powers of two whose sum is 1, the first a half: of three and more, it weighs more than every other."""
+    """Return `count` powers of two whose sum is 1. The first is a half, and for three or more it is the largest."""
     shares = [0.5, 0.5]
     while len(shares) < count:
         largest = max(range(1, len(shares)), key=shares.__getitem__)
@@ -105,7 +105,10 @@ def shares_of(count: int) -> tuple[float, ...]:
 
 
 def _of_shares(micros: list[Batch], shares: Sequence[float]) -> tuple[list[Batch], Batch]:
-    """Return as many micro-batches as shares, the first ones again where there are too few, apart and together."""
+    """Return as many micro-batches as shares, separately and together.
+
+    If there are too few, the first ones are repeated.
+    """
     base = uneven_weights(micros[0], 0).weights
     again = micros * (1 + len(shares) // len(micros))
     parts = [

@@ -1,4 +1,4 @@
-"""Request the taps and gradients of the sequences that hold a micro-batch's loss."""
+"""Request the taps and gradients of the sequences with loss weight."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def look(
 ) -> Arrays:
     """Return taps and gradients of the sequences with weight, as far as the session shows them.
 
-    missing: gets what it does not show. store: takes them, by default one in memory. note: is given each by name
-    before.
+    missing: receives what it does not show.
+    store: receives the tensors; by default a store in memory.
+    note: called with name and tensor of each before it is stored.
     """
     into = MemoryStore() if store is None else store
 
