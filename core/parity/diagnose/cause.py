@@ -1,8 +1,8 @@
-"""The cause finder: run the flagged step again with one thing changed at a time.
+"""Find the cause of a disagreement: run the flagged step again with one setting changed at a time.
 
-A change under which the origin is gone, while it was examined, is where the fault lives: "disappears without
-torch.compile". `VARIATIONS` is the table; where there is nothing to change, the reason is given. Where the origin is
-gone with nothing changed as well, no change is its cause.
+If the origin disappears under a change, and was examined, the fault depends on the changed setting: "disappears without
+torch.compile". `VARIATIONS` is the table of changes. If a change does not apply, the reason is given. If the origin
+also disappears with nothing changed, no change is the cause.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.core.parity.reference.stages import library_heads
 from lockstep.core.train.skipped_steps import as_its_own
 
 NO_DIFFERENCE = "made no difference to the candidate"
-# The cause, where a step repeats its bits but differs from the run's own step.
+# The cause if a step repeats its bits but differs from the run's own step.
 OUTSIDE = "depended on something outside the state that the session shows, which loading resets, or on hardware"
 # Every variation starts from a loaded state.
 CONTROL = "with nothing changed"
@@ -37,9 +37,10 @@ NOT_FROM_ITS_STATE = f"a fresh start from the state before the step does not sho
 class Variation:
     """A change of the configuration.
 
-    words: as they follow "disappears …". apply: the changed configuration, or why there is nothing to change.
-    touches: the stages that it computes otherwise, or none if it may be any. Another one, examined from its own inputs,
-    stays as it is.
+    words: its name, as it follows "disappears …".
+    apply: returns the changed configuration, or the reason why the change does not apply.
+    touches: stages that are computed differently; empty for all. Another stage, judged from its own inputs, does not
+    change.
     """
 
     words: str
@@ -51,7 +52,8 @@ class Variation:
 class Cause:
     """The outcome of the variations.
 
-    tried: (change, outcome): the origin `vanishes`, `stays`, stays as nothing is another, or why that is not known.
+    tried: (change, outcome). The origin `vanishes`, `stays`, or stays and no bit changes (NO_DIFFERENCE); otherwise the
+    reason why the outcome is unknown.
     """
 
     words: str
@@ -150,10 +152,11 @@ def find_cause(
 ) -> Cause:
     """Try every variation on the step of `evidence`.
 
-    check: the verdict on that evidence; judged anew if it is not given. A variation that cannot be opened or judged
-    (no such device, no bounds for its recipe) is listed with the reason, and is no evidence.
+    check: the verdict on this evidence; if None, the evidence is judged again.
+    A variation that cannot be opened or judged (no such device, no bounds for its recipe) is listed with the reason,
+    and does not count as evidence.
     """
-    # A variation changes one setting: `auto` keeps the value that it had.
+    # A variation changes one setting, so `auto` keeps the value in force.
     config = settled(config, config.device)
     if check is None:
         check = _judged(reference, config, evidence)
@@ -170,7 +173,7 @@ def find_cause(
     gone = [words for words, outcome in tried if outcome == "vanishes"]
     kept = [words for words, outcome in tried if outcome == "stays"]
     idle = [words for words, outcome in tried if outcome == NO_DIFFERENCE]
-    if gone and not idle:  # if some variation changes no bit, the unchanged step is the control
+    if gone and not idle:  # if some variation changes no bit, it is the control
         control = _outcome(backend, reference, config, evidence, check.origin)
         if control == "vanishes":
             tried.append((CONTROL, control))
@@ -188,7 +191,7 @@ def find_cause(
 
 
 def decoded(check: Check) -> str:
-    """Return the decoder's note (core/parity/measures/decode.py) at the origin, or the commonest of its stage."""
+    """Return the decoder's note (core/parity/measures/decode.py) at the origin, or the most common one of its stage."""
     origin = check.origin
     if origin is None or origin.note:
         return origin.note if origin else ""
@@ -198,7 +201,7 @@ def decoded(check: Check) -> str:
 
 
 def _outcome(backend: Backend, reference: Backend, changed: RunConfig, evidence: Evidence, origin: Finding) -> str:
-    """Return `vanishes`, `stays`, NO_DIFFERENCE (it stays and no bit differs), or why it could not be tried."""
+    """Return `vanishes`, `stays`, NO_DIFFERENCE (it stays and no bit changes), or why it could not be tried."""
     try:
         session = backend.open(changed)
         try:
@@ -232,10 +235,10 @@ def _judged(reference: Backend, config: RunConfig, evidence: Evidence) -> Check:
 
 
 def _link(finding: Finding) -> tuple[str, str, int | None, bool]:
-    """Return the link of a finding, and whether the finding is of two steps.
+    """Return the link of a finding, and whether it is about two steps in a row.
 
-    Under compile, `compiler` stands for `gradients` of eager. A step that depends on what lies outside the state is
-    wrong in a link as it ran, and in two steps after a load.
+    Under compile, `compiler` corresponds to `gradients` of an eager program. A step that depends on something outside
+    its state is wrong in a link as it ran, and in two steps after a load.
     """
     stage = "gradients" if finding.stage == "compiler" else finding.stage
     return stage, finding.phase, finding.layer, finding.tap in TAPS.values()

@@ -1,8 +1,9 @@
-"""Follow up a check that disagreed: run the step again, find the cause, pack the step.
+"""Follow up a check that disagreed: run the step again, find the cause, write a capsule.
 
-A step that does not repeat, from the same state on the same batch, is run a second time. If all three runs differ,
-random numbers or a race are named. If the second repeat has the bits of the run, hardware or a race is named. If both
-repeats have the same bits, and the run has others, loading the state may have reset what the state does not hold.
+The step is run again from the same state on the same batch. If it gives other bits, it is run a third time. If all
+three runs differ, the message names random numbers or a race. If the third run has the bits of the first, it names
+hardware or a race. If the second and third have the same bits, and the first has others, loading the state may have
+reset something outside the state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.run.ranks import Ranks, is_sharded
 
 NAMED = 5
-# Micro-batches, or pairs of sequences, that the reference repeats after an alarm of training.
+# Number of micro-batches, or pairs of sequences, that the reference repeats after an alarm in training.
 MOST_SHOWN_AGAIN = 4
 RANDOM = "random numbers that no state holds, such as those of dropout that was left on, or a race"
 HOW_TO_TELL = "run the same steps again: what recurs at the same step with the same bits is no hardware"
@@ -40,9 +41,11 @@ HOW_TO_TELL = "run the same steps again: what recurs at the same step with the s
 
 @dataclass(frozen=True)
 class Repeat:
-    """A step run again. happened: whether the same result came out, None if it could not be run.
+    """A step that was run again.
 
-    differed: what was not bit-equal, in the order of the chain. why: in words.
+    happened: whether the same result occurred; None if the step could not be run.
+    differed: names of results with other bits, in the order of the chain.
+    why: the outcome in words.
     """
 
     happened: bool | None
@@ -54,8 +57,12 @@ class Repeat:
 class Alarm:
     """The report on a check that disagreed.
 
-    summary: one line. repeated: see `Repeat.happened`. capsule: the folder, or None if it could not be written.
-    cause: sentences. problem: why there is no capsule.
+    summary: one line.
+    repeated: as `Repeat.happened`.
+    capsule: its folder, or None if it could not be written.
+    cause: sentences about the cause.
+    differed: as `Repeat.differed`.
+    problem: the reason why there is no capsule.
     """
 
     summary: str
@@ -80,19 +87,21 @@ def sound(
     judge_again: Callable[[Evidence], Check] | None = None,
     find_cause: Callable[[Evidence, Check], str | None] | None = None,
 ) -> Alarm:
-    """Run the flagged step again, look for its cause if it repeats, and write its capsule into `folder`.
+    """Run the flagged step again, find its cause if it repeats, and write its capsule into `folder`.
 
-    session: the candidate's; its state is put back bit for bit. judge_again: judges the evidence of the second run,
-    where it is not bit-equal: a candidate whose sums vary from run to run may still be wrong every time.
-    find_cause: words for the cause (core/parity/diagnose/cause.py), asked only if the fault repeats or nobody knows.
+    session: the candidate's session. Its state is restored bit for bit.
+    judge_again: judges the evidence of the second run if its bits differ. Sums of a candidate may vary from run to run,
+    and the result may still be wrong each time.
+    find_cause: returns the cause in words (core/parity/diagnose/cause.py). Called unless the fault is known not to
+    repeat.
 
-    Every rank of a session calls it, and rank 0 packs. Never raises for a capsule that cannot be written: the alarm
-    reports it. Raises UserError if the session does not take its state back, since training on would not be training
-    on.
+    Every rank of a session calls it, and rank 0 writes the capsule. An error in writing the capsule is not raised, but
+    is part of the alarm. Raises UserError if the session does not load its own state, because training could not
+    continue from it.
     """
     ranks = ranks_of(session)
-    # On every rank, the next steps depend on rank 0's result. When rank 0 packs the evidence, no rank reads it any
-    # more.
+    # On every rank, the next steps depend on rank 0's result. When rank 0 writes the capsule, no rank reads the
+    # evidence any more.
     repeat = ranks.gather(repeated(session, evidence, check, config, judge_again), "`run the step again`")[0]
     cause = [repeat.why]
     if repeat.happened is not False and find_cause is not None:
@@ -117,10 +126,11 @@ def sound(
 def named(
     session: Session, evidence: Evidence, check: Check, config: RunConfig, judged: Judged
 ) -> tuple[Evidence, Check]:
-    """Search for the stage behind an error that a check of training sees end to end alone (`recheck_rows`).
+    """Find the stage of an error that a check in training shows only end to end (`recheck_rows`).
 
-    judged: called on rank 0. Every rank calls this function. The session's state is put back; raises UserError if the
-    session does not take it. Where the search cannot be done, evidence and check are returned unchanged.
+    judged: called on rank 0.
+    Every rank calls this function. The session's state is restored. Raises UserError if the session does not load it.
+    If the search is not possible, evidence and check are returned unchanged.
     """
     if not is_unnamed(check, evidence):
         return evidence, check
@@ -142,9 +152,9 @@ def repeated(
     config: RunConfig,
     judge_again: Callable[[Evidence], Check] | None = None,
 ) -> Repeat:
-    """Run the identical step again and compare what it gives bit by bit; the session's state is put back.
+    """Run the same step again, and compare its results bit by bit. The session's state is restored.
 
-    Where it gives other bits, and is not wrong in the same place, it is run a third time: `OUTSIDE`, `RANDOM`.
+    If the bits differ, and it is not wrong at the same place, it is run a third time (`OUTSIDE`, `RANDOM`).
     """
     ranks = ranks_of(session)
     with ExitStack() as stack:
@@ -182,7 +192,7 @@ def repeated(
 
 
 def _same_bits(one: Evidence, other: Evidence | Exception, ranks: Ranks) -> bool | None:
-    """Return whether two runs of a step gave the same bits; None if one did not run, or its evidence is lost."""
+    """Return whether two runs of a step gave the same bits; None if one did not run, or if its evidence is lost."""
     if isinstance(other, Exception):
         return None
     try:
@@ -194,9 +204,10 @@ def _same_bits(one: Evidence, other: Evidence | Exception, ranks: Ranks) -> bool
 def _run_again(
     session: Session, evidence: Evidence, config: RunConfig, now: State, stack: ExitStack
 ) -> Evidence | Exception:
-    """Return what the step gives from the state before it, or why it could not be run; put the state `now` back.
+    """Return the evidence of the step from the state before it, or the error. The state `now` is restored.
 
-    stack: keeps the evidence until it is closed. Raises UserError if the session does not take its state back.
+    stack: keeps the evidence until it is closed.
+    Raises UserError if the session does not load its own state.
     """
     ranks = ranks_of(session)
     try:
@@ -223,18 +234,18 @@ def _not_run_again(why: Exception) -> Repeat:
 
 
 def _own(session: Session, config: RunConfig) -> AbstractContextManager[None]:
-    """Return a context in which a sharded session's streams give each rank the rows that it holds."""
+    """Return a context in which a sharded session gives each rank the rows that it holds."""
     return ask(session, GivesEachItsOwn).each_its_own() if is_sharded(config) else nullcontext()
 
 
 def _state_into(store: Store, session: Session, config: RunConfig) -> State:
-    """Store the session's state as "now" and return it; each rank keeps the part it holds."""
+    """Store the session's state as "now", and return it. Each rank stores the part that it holds."""
     with _own(session, config):
         return state_into(store, "now", session)
 
 
 def _put_back(session: Session, state: State, config: RunConfig) -> None:
-    """Load the session's own state, and read it back. Raises UserError if it is not the same."""
+    """Load the session's own state and verify it. Raises UserError if it differs."""
     session.load(state)
     require_taken_over(session, config, state, "what it held before a step was run again")
 

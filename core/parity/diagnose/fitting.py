@@ -1,8 +1,8 @@
-"""Search for casts and an attention kernel that fit what a check examined, where stages differ from the declared ones.
+"""Find casts and an attention kernel that fit the examined stages, if these differ from the declared ones.
 
-A trainer whose roundings differ from the declared ones is not wrong for that: autocast, fused kernels and bf16 residual
-streams are right under another declaration (core/components/cast_plan.py). Each choice is tried on the stages that it
-touches, from the candidate's own inputs. Then the whole step is judged under the choices that fit.
+A trainer with other roundings than declared is not wrong because of them. Autocast, fused kernels and bf16 residual
+streams are correct under another declaration (core/components/cast_plan.py). Each choice is tried on the stages that it
+changes, from the candidate's own inputs. Then the whole step is judged with the choices that fit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check, Finding, Fitting
 from lockstep.core.parity.reference.stages import stages_of
 
-# Where one stage reads two choices, they depend on each other: a second round settles them.
+# If one stage depends on two choices, the best values depend on each other. A second round finds them.
 ROUNDS = 2
-# Layers whose stages decide between choices: the first layer that differs and, if another one remains, that one.
+# Number of layers whose stages decide between choices: the first that differs, and one that still differs afterwards.
 LAYERS = 2
 # Kernels that a twin can reproduce, each with and without grouped queries.
 KERNELS = [
@@ -37,7 +37,7 @@ KERNELS = [
     if not kernel.on_cpu and kernel is not AUTO
     for grouped in ("copies", "kernel")
 ]
-# Beyond this ratio to its bound, a comparison counts as this far off.
+# Upper limit of a comparison's ratio to its bound.
 MOST = 1e9
 SHOWN = ("precision.casts", "attention.kernel", "attention.grouped")
 
@@ -46,7 +46,8 @@ SHOWN = ("precision.casts", "attention.kernel", "attention.grouped")
 class Choice:
     """A declaration that may be wrong: casts, or an attention kernel.
 
-    kinds: of the operations whose mathematics it changes. others: gives configurations with another value of it.
+    kinds: kinds of operations whose result it changes.
+    others: yields configurations with another value of it.
     """
 
     kinds: frozenset[str]
@@ -54,9 +55,11 @@ class Choice:
 
 
 def with_fitting(check: Check, evidence: Evidence, reference: Reference, backend: Backend) -> Check:
-    """Return the check with the settings under which fewer stages differ, if it disagreed and there are such.
+    """Return the check with settings that fit better, if it disagreed and there are such settings.
 
-    reference: that judged it. backend: opens twins under other settings. Nothing is tried where no stage was examined.
+    reference: the reference of the check.
+    backend: opens twins with other settings.
+    Nothing is tried if no stage was examined.
     """
     if check.verdict != "disagreed" or not evidence.taps:
         return check
@@ -72,7 +75,7 @@ def with_fitting(check: Check, evidence: Evidence, reference: Reference, backend
 
 
 def _choices(config: RunConfig) -> list[Choice]:
-    """Return the choices of a run: plans that have names, each key of a plan, and attention's kernel on the CPU."""
+    """Return the choices of a run: the named plans, each key of a plan, and the attention kernel on the CPU."""
     keys = choices(config.precision.operand)
     found = [Choice(kinds_of(key), _casts(key)) for key in keys]
     if set(keys) == set(VALUES):
@@ -109,7 +112,7 @@ def _with_plan(config: RunConfig, plan: CastPlan) -> RunConfig:
 
 
 def _touched(choice: Choice, check: Check, config: RunConfig) -> bool:
-    """Return whether a stage whose mathematics a choice changes differs by itself."""
+    """Return whether a local comparison fails in a stage that the choice changes."""
     kinds = {one.id: one.kind for one in stages_of(config)}
     return any(not one.ok and one.scope == "local" and kinds.get(one.stage) in choice.kinds for one in check.findings)
 
@@ -129,14 +132,13 @@ def _fitting(
         with closing(_Twin(reference, backend, config)) as other:
             stages = local.stages(evidence, other.reference, [], lambda stage: stage.kind in kinds)
             wrong = _wrong(stages, kinds, config)
-        # A fault of a single layer may look like another plan's rounding there, but all other layers lack that
-        # rounding.
+        # A fault in a single layer may look like the rounding of another plan, but all other layers lack this rounding.
         if len(wrong) >= len(_wrong(check.findings, kinds, declared)):
             return None
         left = next((one.layer for one in wrong if one.layer not in layers), None)
         if left is None:
             break
-        # Two kernels may give the same bits in the first layer that differs, and other bits in this one.
+        # Two kernels may give equal bits in the first layer that differs, and other bits in this one.
         layers.add(left)
     with closing(_Twin(reference, backend, config)) as other:
         whole = judge(evidence, other.reference)
@@ -147,7 +149,7 @@ def _fitting(
 
 
 def _wrong(found: Iterable[Finding], kinds: frozenset[str], config: RunConfig) -> list[Finding]:
-    """Return the stages of these kinds that are wrong by themselves."""
+    """Return the failed local comparisons in stages of these kinds."""
     by_id = {one.id: one.kind for one in stages_of(config)}
     return [one for one in found if not one.ok and one.scope == "local" and by_id.get(one.stage) in kinds]
 
@@ -160,7 +162,7 @@ def _searched(
     backend: Backend,
     layers: set[int | None],
 ) -> RunConfig:
-    """Return the configuration with the best of each choice in turn, by the stages of these layers."""
+    """Return the configuration with the best value of each choice in turn, judged by the stages of these layers."""
     for _ in range(ROUNDS):
         before = config
         for choice in tried:
@@ -171,18 +173,18 @@ def _searched(
 
 
 def _differing(declared: RunConfig, config: RunConfig) -> Mapping[str, str]:
-    """Return the settings that are not the declared ones, by dotted key."""
+    """Return the settings that differ from the declared ones, by dotted key."""
     before, after = (flatten(one.model_dump()) for one in (_by_name(declared), config))
     return {key: after[key] for key in SHOWN if after[key] != before[key]}
 
 
 def _by_name(config: RunConfig) -> RunConfig:
-    """Return the run with the kernel that stands for `auto` in its place: kernels are compared by name."""
+    """Return the configuration with the attention kernel that `auto` selects, because kernels are compared by name."""
     return settled(config, "cuda" if config.device == "cuda" else "cpu")
 
 
 def _as_named(plan: CastPlan, config: RunConfig) -> CastPlan:
-    """Return the plan that has a name, if it differs only in what this model does not have."""
+    """Return the named plan that equals this one in all keys that the model uses, or the plan itself."""
     of_model = {one.kind for one in stages_of(config)}
     if not any("bias" in one.params for one in stages_of(config)):
         of_model.discard("linear")
@@ -199,7 +201,7 @@ def _best(
     backend: Backend,
     layers: set[int | None],
 ) -> RunConfig:
-    """Return the configuration under which the stages of a choice differ least; of equal ones the present one."""
+    """Return the configuration with the smallest differences in a choice's stages; of equal ones the present one."""
 
     def chosen(stage: Operation) -> bool:
         return stage.kind in choice.kinds and stage.layer in layers
@@ -216,7 +218,7 @@ def _best(
 
 
 def _beyond(found: Finding) -> float:
-    """Return how far a comparison is beyond its bounds: the logarithm of its worst strain, 0 within them."""
+    """Return the logarithm of a comparison's worst ratio to its bound; 0 if it holds."""
     return math.log(min(max(found.worst.strain, 1.0), MOST)) if found.measures else 0.0
 
 
@@ -225,7 +227,7 @@ def _broken(check: Check) -> int:
 
 
 class _Twin:
-    """A reference whose twin has other settings; the truth stays the one that is open."""
+    """A reference whose twin has other settings. Its truth is that of the given reference."""
 
     def __init__(self, reference: Reference, backend: Backend, config: RunConfig) -> None:
         self.reference = reference.with_twin_of(backend, config)

@@ -1,10 +1,10 @@
-"""Recheck what a check left out, if the check sees an error end to end but not its stage.
+"""Recheck the rows that a check left out, if the check shows an error end to end but not its stage.
 
-A check examines the stages of two sequences of a micro-batch, with uneven loss weights, and the step itself end to end.
-A fault that acts on other rows alone (an index that runs over in the middle, a tile, a sequence without padding), or
-only with the step's own weights, is seen end to end and has no origin. Then the step's state is loaded again. The loss
-is moved to the other sequences, two at a time, then to whole micro-batches with their own weights, until a stage is
-wrong on its own inputs.
+A check examines the stages of two sequences of a micro-batch, with uneven loss weights, and compares the step itself
+end to end. Some faults depend on other rows (an index overflow in the middle, a tile, a sequence without padding), or
+on the step's own weights. Such a fault is found end to end and has no origin. Then the step's state is loaded again.
+The loss weight is moved to other sequences, two at a time, then to whole micro-batches with their own weights, until a
+stage is wrong from its own inputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
 from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
 
-# A judge of evidence for other sequences: it returns the evidence to keep, and the stages that are wrong.
+# A judge of evidence on other sequences. It returns the evidence to keep, and the stages that are wrong.
 Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
-# A micro-batch with fewer bytes of taps is shown as a whole.
+# The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9
 
 
@@ -40,9 +40,10 @@ MOST_SHOWN = 2e9
 def recheck_rows(
     session: Session, config: RunConfig, evidence: Evidence, check: Check, reference: Reference
 ) -> tuple[Evidence, Check]:
-    """Repeat an end-to-end origin on the step's other sequences, and return the evidence and the check with the result.
+    """Repeat an end-to-end origin on the step's other sequences. Returns the evidence and the check with the result.
 
-    The session's state is that of `evidence.after` before and after. If a part cannot be done, both stay as they are.
+    The session must have the state `evidence.after`, and has it again afterwards. If this is not possible, both are
+    returned unchanged.
     """
     one_step = replace(reference, over_steps=None)
     return rechecked(session, config, evidence, check, lambda seen: (seen, _broken(seen, one_step)))
@@ -53,7 +54,8 @@ def rechecked(
 ) -> tuple[Evidence, Check]:
     """Recheck rows as `recheck_rows` does, with `judged` as the judge, called on rank 0.
 
-    The session's state is that of `evidence.after` afterwards. most: micro-batches that are shown at most.
+    most: largest number of micro-batches to examine; None for no limit.
+    The session has the state `evidence.after` afterwards.
     """
     if not is_unnamed(check, evidence):
         return evidence, check
@@ -67,7 +69,7 @@ def rechecked(
         alone = all(OWN in found.note for found in check.findings if not found.ok)
         for tapped, note in islice(_others(evidence, config, own_first=alone and most is not None), most):
             taps = look(session, config, tapped, [])
-            # The evidence's scores belong to the other sequences.
+            # The scores of the evidence belong to the other sequences.
             seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
             seen = replace(seen, probed=session.gradients(tapped))
             found = [(seen, list[Finding]())]
@@ -86,7 +88,7 @@ def rechecked(
 
 
 def is_unnamed(check: Check, evidence: Evidence) -> bool:
-    """Return whether a check sees an error of the model end to end alone, and its candidate shows stages."""
+    """Return whether a check shows an error of the model only end to end, and its candidate shows stages."""
     origin = check.origin
     if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
         return False
@@ -94,7 +96,7 @@ def is_unnamed(check: Check, evidence: Evidence) -> bool:
 
 
 def broken_stages(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the stages of the model that are wrong on what they were given."""
+    """Return the stages of the model that are wrong from their own inputs."""
     return [one for one in findings if not one.ok and one.scope == "local" and is_forward(one.stage)]
 
 
@@ -109,8 +111,9 @@ def _noted(broken: list[Finding], note: str) -> list[Finding]:
 def _others(evidence: Evidence, config: RunConfig, own_first: bool) -> Iterator[tuple[Batch, str]]:
     """Yield the micro-batches to recheck, each with a note that describes it.
 
-    First the other sequences of the examined micro-batch, two at a time, since they name the sequence; then whole
-    micro-batches with the step's own weights; then pairs of sequences of the others. own_first: begin with the second.
+    First the other sequences of the examined micro-batch, two at a time, because they locate the sequence. Then whole
+    micro-batches with the step's own weights. Then pairs of sequences of the other micro-batches.
+    own_first: start with the whole micro-batches.
     """
     whole = [(micro, OWN) for micro in _whole(evidence, config)]
     pairs = ((pair, f"on sequences {_rows(pair)} of the micro-batch") for pair in _pairs(evidence, config))
@@ -128,16 +131,16 @@ def _rows(batch: Batch) -> str:
 
 
 def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
-    """Yield the step's micro-batches whole if their taps take little more memory than two sequences' do."""
+    """Yield the step's whole micro-batches if their taps take little more memory than those of two sequences."""
     for micro in evidence.batch.cut(config.train):
         if taps_bytes(config, len(micro.tokens)) <= max(MOST_SHOWN, taps_bytes(config, LOOKED_AT)):
             yield micro
 
 
 def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
-    """Yield pairs of sequences that were not examined: first of the examined micro-batch, then of the others.
+    """Yield pairs of sequences that were not examined: first in the examined micro-batch, then in the others.
 
-    An odd sequence is paired with the one before it: the reference's programs take two sequences.
+    An odd sequence is paired with the one before it, because the reference's programs take two sequences.
     """
     size = len(evidence.tapped.tokens)
     seen = set(weighted_rows(evidence.tapped).tolist())

@@ -1,9 +1,9 @@
-"""`repro.py` of a capsule: a script without Lockstep that holds one stage's call, its FP64 answer, and what was wrong.
+"""Write a capsule's `repro.py`: a script without Lockstep with one stage's call, its FP64 result, and the disagreement.
 
-The origin stage of a check is turned into tensors (`stage.npz`: its inputs, its weights, what the candidate made of
-them) and a script put together from `repro_templates/`. The script runs the framework's call as the trainer makes it,
-and the formula written out, in FP64 and at the declared precision; the latter's error is the scale of honest rounding.
-The stored output is checked against the bounds of the check that raised the alarm.
+The origin stage of a check becomes tensors (`stage.npz`: its inputs, its weights, the candidate's results) and a script
+that is assembled from `repro_templates/`. The script runs the framework's call as the trainer does, and the written-out
+formula in FP64 and at the declared precision. The error of the latter is the scale of honest rounding. The stored
+output is compared with the bounds of the check that raised the alarm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import Shared, chain, is_library_head, shared_tensors, stages_of
 from lockstep.core.train.schedule import learning_rate
 
-# Kind of operation → the template that writes its call.
+# Kind of operation → the template with its call.
 CALLS = {
     "embedding": "embed",
     "scale": "embed_scale",
@@ -69,7 +69,13 @@ class Repro:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a script: templates after the head, tensors, and numbers that they read from FACTS."""
+    """The parts of a script.
+
+    templates: names of the templates after the head.
+    tensors: contents of `stage.npz`.
+    facts: numbers and names that the templates read from FACTS.
+    about: text at the head of the script.
+    """
 
     templates: tuple[str, ...]
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -81,7 +87,7 @@ OPERANDS = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bf
 
 
 def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping[str, str]) -> Repro:
-    """Build the script for the origin of `check`, or for its worst finding if no finding is broken."""
+    """Build the script for the origin of `check`, or for its worst finding if none is broken."""
     origin, device = check.origin or check.worst, "cuda" if config.device == "cuda" else "cpu"
     config = settled(config, device)
     parts = _nothing(check, "nothing was compared") if origin is None else _parts(origin, evidence, check, config)
@@ -103,7 +109,7 @@ def repro(evidence: Evidence, check: Check, config: RunConfig, versions: Mapping
 
 
 def _plain(text: str) -> str:
-    """Replace characters that must not stand in a string of the script."""
+    """Replace characters that are not allowed in a string of the script."""
     return re.sub(r"[^\w .,:;()/-]", "?", text)
 
 
@@ -164,7 +170,7 @@ def _in_float8(origin: Finding, config: RunConfig) -> bool:
 
 
 def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
-    """Build the parts of a script for a stage (forward or backward call), or for a gradient that several stages sum."""
+    """Build the parts of a script for a stage's forward or backward pass, or for a gradient that several stages sum."""
     model, taps = config.model, evidence.taps
     sums = {shared.name: shared for shared in shared_tensors(config)}
     every = stages_of(config)
@@ -204,7 +210,10 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
 
 
 def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared]) -> dict[str, np.ndarray]:
-    """Return the candidate's gradients of a stage's inputs; where only a sum is known, add the other stages' parts."""
+    """Return the candidate's gradients of a stage's inputs.
+
+    If only a sum is known, add the parts of the other stages.
+    """
     found: dict[str, np.ndarray] = {}
     totals = {**stage.reads, **stage.params}
     for role, total in totals.items():
@@ -219,16 +228,16 @@ def _sent_back(stage: Operation, evidence: Evidence, sums: Mapping[str, Shared])
             if own is None or len(others) != len(parts):
                 continue  # the part that this stage itself contributes is unknown
             found[f"others.{role}"] = np.sum([a.astype(np.float64) for a in others], 0)
-        if own is None:  # no gradient came back: it is zero
+        if own is None:  # no gradient arrived: it is zero
             own = np.zeros_like(evidence.taps[total] if role in stage.reads else evidence.before.params[total])
         found[f"candidate.grad.{role}"] = own
     return found
 
 
 def _looked_up(stage: Operation, evidence: Evidence) -> np.ndarray | None:
-    """Return the look-up's gradient of a tied table: the candidate's gradient of its output, summed by token.
+    """Return the look-up's part of a tied table's gradient: the gradient of its output, summed by token.
 
-    None for another stage: its part takes its call.
+    Returns None for another stage, whose part requires its call.
     """
     grad = evidence.taps.get(GRADIENT + stage.tap)
     if stage.id != "embed" or grad is None:
@@ -337,7 +346,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
     keys["update"] = "update", f"{name}{suffix}"
     settings = group_settings(config, groups_of(config.model)[name])
     facts: dict[str, Any] = {key: getattr(optim, key) for key in rule.reads}
-    if not rule.bounds:  # AdamW's script covers what a library of 8-bit moments keeps in FP32
+    if not rule.bounds:  # AdamW's script covers the parameters that a library of 8-bit moments keeps in FP32
         facts["fused"] = rule is ADAMW and optim.fused is True
     if rule is ADAMW and evidence.record.adam_in_fp32:
         facts |= {beta: float(np.float32(facts[beta])) for beta in ("beta1", "beta2")}
@@ -367,7 +376,7 @@ def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
             return _pair(given, raw, f"what the session gives as the gradient of {name}", program, allowed)
         one = given if raw is None else raw
         if measure.name == "twin_distance" and one is not None and tapped is not None:
-            # The check's distance is in units of the twin's error: the quotient of the two is that unit.
+            # The check's distance is in units of the twin's error, so the quotient of the two is this unit.
             apart = float(np.linalg.norm(one.astype(np.float64) - tapped.astype(np.float64)))
             allowed = measure.high * apart / measure.value if measure.value else 0.0
             return _pair(one, tapped, f"{program}: {name}", "the same from the tapped program", allowed)
@@ -381,7 +390,7 @@ def _pair(one: np.ndarray, other: np.ndarray, of_one: str, of_other: str, allowe
 
 
 def _whatever(origin: Finding, evidence: Evidence) -> dict[str, np.ndarray]:
-    """Return the tensors of a tap or parameter that the evidence holds, by name."""
+    """Return the tensors of a tap or parameter that the evidence has, by name."""
     found = {f"candidate.{origin.tap}": evidence.taps.get(origin.tap)}
     found[f"candidate.grad.{origin.tap}"] = evidence.taps.get(GRADIENT + origin.tap)
     if evidence.probed:
@@ -390,9 +399,10 @@ def _whatever(origin: Finding, evidence: Evidence) -> dict[str, np.ndarray]:
 
 
 def _nothing(check: Check, why: str, tensors: Mapping[str, np.ndarray] | None = None, off: bool = False) -> _Parts:
-    """Build a script that prints what was measured.
+    """Build a script that only prints the measures of the check.
 
-    off: whether the measurement alone, a count, shows that something is wrong.
+    why: the reason why there is no call.
+    off: whether the measure, a count, shows by itself that the candidate is wrong.
     """
     origin = check.origin or check.worst
     said = [why]

@@ -1,4 +1,4 @@
-"""Name what differs in any bit between two runs of one step."""
+"""Name the results that differ in any bit between two runs of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOCK = ("seconds", "tokens_per_second", "mfu", "metrics", "host", "sample")
 
 
 def different(one: Evidence, other: Evidence) -> Iterator[str]:
-    """Yield names of everything that is not bit-equal in two runs of one step, in the order of the chain."""
+    """Yield the names of all results that differ in any bit between two runs of a step, in the order of the chain."""
     first, second = dict(_everything(one)), dict(_everything(other))
     for name in [*first, *(n for n in second if n not in first)]:
         if name not in first or name not in second or not bit_equal(first[name], second[name]):
@@ -52,7 +52,7 @@ def _everything(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             yield f"amaxes of {name}, pass {i}", array
     for name, value in asdict(evidence.record).items():
         if name not in CLOCK:
-            # As text, since `repr` distinguishes all numbers and a field may be None.
+            # As text, because `repr` distinguishes all numbers and a field may be None.
             yield f"record.{name}", np.asarray(repr(value))
     for later in evidence.later:
         for name, value in asdict(later).items():

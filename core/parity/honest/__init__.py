@@ -1,1 +1,1 @@
-"""`lockstep.assert_honest`: one function of a user's own, forward and backward, against its plain writing."""
+"""`lockstep.assert_honest`: compare a user's function, forward and backward, with a plain version of it."""

@@ -1,8 +1,8 @@
-"""Draws: the given inputs, and inputs a few roundings beside them, on which every rounding falls anew.
+"""Draws: the given inputs, and inputs a few roundings away from them, for which every rounding is drawn again.
 
-A relative change of at most two units of the last place leaves zeros, signs, infinities of masks, one-hot rows and
-what a function means as they are; only how numbers round is drawn again. Gradients of outputs are random and seeded,
-the same for all that are compared.
+A relative change of at most two units in the last place preserves zeros, signs, infinities of masks, one-hot rows and
+the meaning of a function. It only changes how numbers round. Gradients of outputs are random from a seed, and equal for
+all compared functions.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from lockstep.core.parity.honest.function import EPS, Given, rounded
 
 __tracebackhide__ = True
 
-# A value moves by at most this many units of the last place at 1.
+# A value changes by at most this many units in the last place at 1.
 REACH = 2.0
-# A relative change small enough for a derivative, large enough to stand above FP64's own rounding.
+# A relative change small enough for a derivative, and large enough to exceed FP64's own rounding.
 SMALL = 2.0**-20
-# Draws for small, ordinary and very large problems, by how many numbers the inputs hold.
+# (largest count of numbers in the inputs, number of draws) for small and ordinary problems.
 COUNTS = ((1 << 16, 32), (1 << 24, 8))
 LEAST_DRAWS = 3
 
 
 def draws_of(numbers: int) -> int:
-    """Return how many draws are made by default: few numbers need more of them, and many cost more."""
+    """Return the default number of draws. Few numbers need more draws, and large inputs make each draw expensive."""
     return next((count for size, count in COUNTS if numbers <= size), LEAST_DRAWS)
 
 
 class Draws:
-    """Inputs and gradients of outputs, by draw. Draw 0 has the given ones.
+    """Inputs and gradients of outputs, by draw. Draw 0 has the given inputs.
 
+    dtype: dtype of the gradients of outputs.
     grad: the user's gradients of outputs by name, None for an output without one; {} for random ones.
     """
 
@@ -41,7 +42,7 @@ class Draws:
         self._dtype, self._seed, self._grad = dtype, seed, grad
 
     def values(self, draw: int) -> dict[str, np.ndarray]:
-        """Return floating inputs by name, numbers of the dtype."""
+        """Return floating-point inputs by name, float64 arrays of numbers in their dtype."""
         return {name: self._near(self._value(name), draw, i) for i, name in enumerate(self._inputs)}
 
     def cotangents(self, draw: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -64,7 +65,7 @@ class Draws:
         return found
 
     def responding(self, values: Mapping[str, np.ndarray], salt: int) -> dict[str, np.ndarray]:
-        """Multiply each value by 1 + SMALL · a normal number: the change of a result shows its conditioning."""
+        """Multiply each value by 1 + SMALL · a normal number. The change of a result shows its conditioning."""
         return {
             name: np.asarray(
                 x * (1 + SMALL * np.random.default_rng([self._seed, salt, 2, i]).standard_normal(self._once(name, x)))
@@ -73,7 +74,7 @@ class Draws:
         }
 
     def one_changed(self, x: np.ndarray, index: int) -> np.ndarray | None:
-        """Return a copy with one non-zero number a thousandth larger; None if there is none."""
+        """Return a copy in which one non-zero number is larger by a thousandth; None if there is none."""
         where = np.flatnonzero(np.isfinite(x) & (x != 0))
         if not where.size:
             return None

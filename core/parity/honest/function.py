@@ -1,4 +1,4 @@
-"""A function under test: arrays in, arrays out; a backend runs it (its tools/honest.py)."""
+"""A function under test, from arrays to arrays. The tools/honest.py of a backend runs it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from lockstep.core.parity.watch.update_rules import ROUNDINGS
 __tracebackhide__ = True
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# The spacing of numbers just above 1, and the exponent of the smallest normal number, by dtype.
+# Spacing of numbers just above 1, and exponent of the smallest normal number, by dtype.
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
 
 
 @dataclass(frozen=True)
 class Given:
-    """An input of the user's.
+    """One input of the user.
 
-    original: as it was handed in. values: float64, rounded to `dtype`, in which the function gets them; None for what
-    is not floating, which goes to the function as it is. once: the shape with 1 on axes along which a tensor was
-    expanded, whose elements are one number in memory. parameter: a module's own, which is no argument.
+    original: the input as it was given.
+    values: float64 numbers rounded to `dtype`, in which the function receives them. None for an input that is not
+    floating-point, which the function receives unchanged.
+    once: the shape, with 1 for axes along which the tensor was expanded, because its elements there share memory.
+    differentiate: whether its gradient is compared.
+    parameter: it is a parameter of a module and not an argument.
     """
 
     name: str
@@ -40,7 +43,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Value:
-    """An output or a gradient: float64 numbers, or integers and booleans as they are. dtype: as it was computed."""
+    """An output or a gradient: float64 numbers, or integers and booleans unchanged.
+
+    dtype: the dtype of the computation.
+    """
 
     array: np.ndarray
     dtype: str
@@ -55,9 +61,11 @@ class Value:
 class Answer:
     """The results of a call, forward and backward.
 
-    outputs: by name. grads: by input; None where no gradient reached it. backward: False if the outputs were not those
-    whose gradients were given, so that there was none. written: inputs whose values the call changed. narrowed: with
-    `look`, operations that read FP64 and write only narrower numbers.
+    outputs: by name.
+    grads: by input; None if no gradient reached it.
+    backward: False if the outputs do not have the names of the given gradients, so that no backward pass was run.
+    written: inputs whose values the call changed.
+    narrowed: with `look`, operations that read FP64 and write only narrower numbers.
     """
 
     outputs: dict[str, Value]
@@ -67,7 +75,8 @@ class Answer:
     narrowed: tuple[str, ...] = ()
 
 
-# A function from the shapes of floating outputs by name to their gradients, float64; outputs left out get none.
+# A function from the shapes of floating-point outputs by name to their gradients, float64. Outputs that it leaves out
+# have no gradient.
 Cotangents = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, np.ndarray]]
 
 
@@ -77,15 +86,16 @@ class Function(Protocol):
     def __call__(
         self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
-        """Call it with floating inputs of these values, and go back through it.
+        """Call it with these values of the floating-point inputs, and run the backward pass.
 
-        exact: in FP64, and not each in its dtype. look: note what narrows FP64.
+        exact: compute in FP64 instead of each input's dtype.
+        look: record the operations that narrow FP64.
         """
         ...
 
 
 def dtype_named(dtype: Any) -> str:
-    """Return `bfloat16`, `float16` or `float32`, from a name of `DTYPES` or a dtype of torch, JAX or numpy.
+    """Return `bfloat16`, `float16` or `float32`, from a key of `DTYPES` or a dtype of torch, JAX or numpy.
 
     Raises UserError for any other.
     """
@@ -97,7 +107,7 @@ def dtype_named(dtype: Any) -> str:
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float64 values to the nearest number of a dtype; return float64."""
+    """Round float64 values to the nearest number of a dtype. Returns float64 of the same shape."""
     with np.errstate(over="ignore"):
         return ROUNDINGS[dtype](np.asarray(x)).reshape(np.shape(x))
 
@@ -105,14 +115,15 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 def spacing(x: np.ndarray, dtype: str) -> np.ndarray:
     """Return the distance between neighbouring numbers of a dtype at these values; float64 of the same shape."""
     _, exponent = np.frexp(x)
-    # frexp gives 0 the exponent of 1/2.
+    # frexp returns for 0 the exponent of 1/2.
     return np.ldexp(EPS[dtype], np.where(x == 0, SMALLEST[dtype], np.maximum(exponent - 1, SMALLEST[dtype])))
 
 
 def given(name: str, original: Any, dtype: str | None, differentiate: bool, parameter: bool = False) -> Given:
-    """Read one input. dtype: None for its own.
+    """Read one input. dtype: None for the input's own.
 
-    Raises UserError for complex numbers, for numbers outside the dtype's range, and for an own dtype of no `DTYPES`.
+    Raises UserError for complex numbers, for numbers outside the dtype's range, and for an own dtype that is not in
+    `DTYPES`.
     """
     inside = original.values() if isinstance(original, dict) else original
     if isinstance(inside, (list, tuple)) and any(hasattr(x, "dtype") for x in inside):

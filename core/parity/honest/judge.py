@@ -1,4 +1,4 @@
-"""The judgement: the function under test, the plain one at its dtype and in FP64, on every draw, result by result."""
+"""Judge a function: compare it with the plain one at its dtype and in FP64, on every draw, result by result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.parity.honest.truth import Truth, truth_of
 
 __tracebackhide__ = True
 
-# A wrong result within this distance of another result's truth is named after it.
+# A wrong result within this relative distance of another result's truth gets a note with its name.
 SAME = 0.1
 
 
@@ -29,10 +29,10 @@ def judge(
     bounds: Mapping[str, float],
     reason: str,
 ) -> tuple[Judged, ...]:
-    """Call all three on `count` draws and judge every output and gradient.
+    """Call the three functions on `count` draws, and judge every output and gradient.
 
-    Raises UserError if `plain` cannot be the truth (it refuses FP64, or narrows it), or nothing could be compared; if
-    that holds for a single result, only where no other is wrong.
+    Raises UserError if `plain` cannot give the truth (it refuses FP64, or narrows it), or if nothing could be compared.
+    If a single result cannot be judged, it is raised only if all other results are correct.
     """
     truth = truth_of(functions, draws)
     exact = truth.answer
@@ -62,7 +62,7 @@ def judge(
 
 
 def _judged(sides: tuple[Side, Side, Side], found: Truth, bounds: Mapping[str, float], reason: str) -> Iterator[Judged]:
-    """Judge each result of the truth, then tell of what mine has beside them."""
+    """Judge each result of the truth, then report the outputs that only mine has."""
     mine, plain, truth = (side.results(0) for side in sides)
     backward = sides[0].answers[0].backward
     for name, exact in truth.items():
@@ -93,7 +93,7 @@ def _judged(sides: tuple[Side, Side, Side], found: Truth, bounds: Mapping[str, f
 
 
 def _named_after_others(found: Sequence[Judged], sides: tuple[Side, Side, Side]) -> tuple[Judged, ...]:
-    """Add to each wrong result the name of another result whose truth it is nearer to, if there is one."""
+    """Add a note to each wrong result that is near the truth of another one."""
     mine, _, truth = (side.results(0) for side in sides)
     said = []
     for one in found:
@@ -108,7 +108,7 @@ def _named_after_others(found: Sequence[Judged], sides: tuple[Side, Side, Side])
 
 
 def _apart(x: np.ndarray, t: np.ndarray) -> float:
-    """Return ‖x − t‖ / ‖t‖; infinite where shapes differ or the truth is zero."""
+    """Return ‖x − t‖ / ‖t‖; infinite if shapes differ or the truth is zero."""
     if x.shape != t.shape or not np.any(t):
         return np.inf
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""The judgement of an output or gradient: mine beside plain and the truth, and `torch.testing.assert_close`'s view."""
+"""Judge an output or gradient: compare mine with plain and the truth, and with `torch.testing.assert_close`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEFAULTS = {
     "float32": (1.3e-6, 1e-5),
     "float64": (1e-7, 1e-7),
 }
-# Relative errors of the plain function. At the first, no digit is right, and zeros would be as good. At the second, the
-# truth itself is only what FP64's roundings left of a zero.
+# Relative errors of the plain function. At the first, no digit is correct, and zeros would be as good. At the second,
+# the truth itself is only the rounding error of FP64.
 NO_DIGIT, NOTHING = 0.5, 1e6
 
 
@@ -30,9 +30,11 @@ NO_DIGIT, NOTHING = 0.5, 1e6
 class Judged:
     """The verdict on an output or gradient.
 
-    failures: what is wrong by itself (missing, shape, not finite). untold: why it cannot be judged. at: index,
-    draw and the numbers of mine, plain and truth where mine is worst. default: whether torch.testing.assert_close would
-    have let it through, and what it would have said.
+    measured: the measures; None if nothing was measured.
+    failures: faults that need no measure (missing, shape, not finite).
+    untold: the reason why it cannot be judged, or empty.
+    at: index, draw, and the numbers of mine, plain and truth where mine is worst.
+    default: whether torch.testing.assert_close would accept it, and its result in words.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Judged:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Names of the measures that do not hold, the furthest beyond its bound first."""
+        """Names of the measures that fail, the furthest beyond its bound first."""
         if self.measured is None:
             return ()
         wrong = [m for m in self.measured.measures if not m.ok]
@@ -59,7 +61,7 @@ class Judged:
 
 
 def exact_one(name: str, sides: tuple[Side, Side, Side]) -> Judged:
-    """Judge integers and booleans: mine may differ from the truth in no more places than plain does."""
+    """Judge integers and booleans: mine may differ from the truth in at most as many places as plain does."""
     own, twin, exact = (np.array([one.array for one in side.of(name)]) for side in sides)
     wrong, of_plain = (int(np.count_nonzero(side != exact)) for side in (own, twin))
     words = f"{wrong} of {exact.size} numbers differ from the truth, {of_plain} of plain's"
@@ -74,7 +76,7 @@ def measured_one(
     bounds: Mapping[str, float],
     reason: str,
 ) -> Judged:
-    """Measure a floating result."""
+    """Judge a floating-point result."""
     own, twin, exact = (side.of(name) for side in sides)
     shapes = {one.array.shape for side in (own, twin, exact) for one in side}
     size = exact[0].array.size
@@ -127,7 +129,7 @@ def _finite(
 
 
 def _what_it_is(own: Sequence[np.ndarray], exact: Sequence[np.ndarray], found: Measured) -> list[str]:
-    """Return words for the form of a wrong result."""
+    """Describe the form of a wrong result in words."""
     words = explain(Direction.of(found.ratio, found.residual), {}, found.own)[:1]
     if np.any(exact[0]) and not any(np.any(c) for c in own):
         words.append("all numbers are zero")
@@ -139,7 +141,7 @@ def _what_it_is(own: Sequence[np.ndarray], exact: Sequence[np.ndarray], found: M
 
 
 def assert_close_says(own: Value, twin: Value) -> tuple[bool, str]:
-    """Return whether `torch.testing.assert_close(mine, plain)` lets a result through by default, and why."""
+    """Return whether `torch.testing.assert_close(mine, plain)` accepts a result by default, and its result in words."""
     if own.dtype != twin.dtype:
         return False, f"rejects it: dtypes {own.dtype} and {twin.dtype}"
     relative, absolute = DEFAULTS[twin.dtype]

@@ -1,37 +1,37 @@
-"""Excess, gain, distance and peaks of one result over all draws, and bounds that the plain function's own draws set.
+"""Excess, gain, distance and peaks of one result over all draws, with bounds from the draws of the plain function.
 
 With candidate c, twin w (the plain function at the dtype), truth t (the plain function in FP64) and draws k, the unit
-of every measure is the twin's own error, floored by what no kernel can do without::
+of every measure is the twin's own error. Its lower limit is the error that no kernel can avoid::
 
     rounding      ulp(t)²/12, the variance of one rounding of the result to its dtype, and (2 ulp of FP32 · t)²
-    summation     ρ²·(n/2)·(t² + κ²), the variance of n FP32 additions one after another
+    summation     ρ²·(n/2)·(t² + κ²), the variance of n FP32 additions in sequence
 
-n is how many numbers of one input, or of one output's gradient, a number of the result depends on, found by changing
-one number of each. κ is the result's response to independent relative changes of everything that goes in. ρ = 0.21 ulp
-is the root mean square of one rounding. For n terms of size τ, κ = √n·τ. If signs differ, a partial sum of k terms
-is √k·τ large and the roundings' variance is ρ²·n²·τ²/2 = ρ²·(n/2)·κ²; if all have one sign, k·τ, and ρ²·n³·τ²/3 =
-ρ²·(n/3)·t². Other orders of summation do better::
+n is the count of numbers of one input, or of one output's gradient, on which a number of the result depends. It is
+found by changing one number of each. κ is the response of the result to independent relative changes of all inputs. ρ =
+0.21 ulp is the root mean square of one rounding. For n terms of size τ, κ = √n·τ. If signs differ, a partial sum of k
+terms has the size √k·τ, and the variance of the roundings is ρ²·n²·τ²/2 = ρ²·(n/2)·κ². If all have one sign, its size
+is k·τ, and the variance is ρ²·n³·τ²/3 = ρ²·(n/3)·t². Other orders of summation have smaller errors::
 
     excess   √(Σ_k ‖c − t‖² / Σ_k ‖w − t‖²)
-    lengths  the same of the errors' parts along the truth, row by row: Σ_r ⟨c − t, t⟩_r² / ‖t‖_r²
+    lengths  the same for the components of the errors along the truth, row by row: Σ_r ⟨c − t, t⟩_r² / ‖t‖_r²
     row      max over rows r of √(Σ_k ‖c − t‖_r² / max(Σ_k ‖w − t‖_r², mean over rows of the same)); column likewise
     largest  max over elements and draws of |c − t| / u, in units of the twin's; u² from the twin's rows and columns
     gain     ⟨c − w, t⟩ / ⟨t, t⟩
 
-A row lies along the last axis. An operation that rounds once a row, such as the reciprocal norm or the sum of a
-softmax, makes a row longer or shorter as a whole; beside as many roundings as it has elements it drowns in all but
-`lengths`.
+A row is along the last axis. An operation that rounds once a row, such as the reciprocal norm or the sum of a softmax,
+changes the length of the whole row. Only `lengths` shows this error, which is small compared with the roundings of all
+elements of the row.
 
-**Bounds.** Each draw of the twin is measured against the other draws as if it were a kernel's. The largest that it
-reaches, and 1 at least, is what chance does. A bound is that, times ROOM, times MARGIN raised to the scatter of few
-numbers. ROOM: a kernel may round at ROUNDINGS places where the plain function rounds at one, as flash attention's
-gradient of k does: the output that its row sums come from, the weights, their gradient, the result. Variances add, √4,
-and so FlashAttention's own tests allow twice the plain error. For `largest`, chance is how far the largest of the draws
-stands above the middle one, for where few elements carry the error, another kernel's may stand as far above it. The
-largest of n single roundings is half an ulp; that of sums of several is nearer to what n normal numbers reach,
-√(2·ln(n/RARE)), so its bound is at least ROOM times that. There is no lower bound: a kernel that is better passes.
-Errors beside t, and not beside w, are bounded: end to end, a kernel and its twin round independently, and each
-is only as near to the truth as its roundings let it be.
+**Bounds.** Each draw of the twin is measured against the other draws as if it came from a kernel. The largest result,
+and at least 1, is the effect of chance. A bound is this value, times ROOM, times MARGIN to the power of the scatter of
+few numbers. ROOM: a kernel may round at ROUNDINGS places where the plain function rounds at one. For example, flash
+attention's gradient of k has four: the output of which its row sums are made, the weights, their gradient, the result.
+Variances add, hence √4. FlashAttention's own tests also allow twice the plain error. For `largest`, chance is the ratio
+of the largest draw to the median draw, because where few elements have most of the error, another kernel's error may
+exceed its median as much. The largest of n single roundings is half an ulp. For sums of several roundings it is nearer
+to that of n normal numbers, √(2·ln(n/RARE)), so its bound is at least ROOM times that. There is no lower bound, so a
+more accurate kernel passes. Errors relative to t are bounded, not those relative to w: end to end, a kernel and its
+twin round independently, and each is only as near to the truth as its roundings allow.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ ROUNDINGS = 4
 ROOM = math.sqrt(ROUNDINGS)
 # Bound on the ratio of two honest errors of many numbers, over several comparisons at once.
 MARGIN = 1.1
-# Probability that the largest of n normal numbers lies beyond its bound.
+# Probability that the largest of n normal numbers exceeds its bound.
 RARE = 1e-6
 # Standard deviations of a length's honest error.
 DEVIATIONS = 6.0
 # Root mean square of a rounding, relative to the number, in ulp at 1: √(∫ m⁻³ dm / ln 2 / 12) over a binade.
 ROUNDING = math.sqrt(3 / 8 / math.log(2) / 12)
-# The largest error of one rounding over its root mean square: half an ulp over ulp/√12.
+# Ratio of the largest error of one rounding to its root mean square: half an ulp over ulp/√12.
 LARGEST_ROUNDING = math.sqrt(3.0)
 
 GIVEN = "given by bounds="
@@ -68,9 +68,12 @@ NAMES = ("excess", "largest", "lengths", "row", "column", "gain")
 
 @dataclass(frozen=True)
 class Sides:
-    """A result on every draw, finite numbers of one shape: candidate, twin, truth. dtype: the twin's result's.
+    """A result on every draw, as finite numbers of one shape.
 
-    response: mean square of the truth's response to relative changes. terms: n of this module.
+    candidate, twin, truth: one array a draw.
+    dtype: dtype of the twin's result.
+    response: mean square of the truth's response to relative changes, by element.
+    terms: n of this module.
     """
 
     candidate: Sequence[np.ndarray]
@@ -83,9 +86,11 @@ class Sides:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measures with their bounds, the pooled distances, and where the candidate is worst: index and draw.
+    """Measures with their bounds, and distances over all draws.
 
-    own: the twin's error, relative to the truth. ratio, residual: as `Sums.along_the_truth`.
+    worst, draw: index and draw of the candidate's largest error.
+    own: the twin's error, relative to the truth.
+    ratio, residual: as in `Sums.along_the_truth`.
     """
 
     measures: tuple[Measure, ...]
@@ -101,7 +106,7 @@ class Units:
     """The unit of each element, row and column: the twin's error there, from the squares of some draws."""
 
     def __init__(self, squares: np.ndarray, floor: np.ndarray) -> None:
-        """Compute the units from squares, the mean over draws, and their floor; both (rows, columns)."""
+        """Compute the units from mean squares over draws and their lower limit, both (rows, columns)."""
         self.rows = np.maximum(squares.sum(1), floor.sum(1))
         self.columns = np.maximum(squares.sum(0), floor.sum(0))
         self.total = max(float(squares.sum()), float(floor.sum()), np.finfo(np.float64).tiny)
@@ -109,7 +114,7 @@ class Units:
         self.elements = np.maximum(self.rows[:, None] * self.columns[None] / self.total, mean)
 
     def excess(self, squares: np.ndarray) -> float:
-        """Take mean squares of errors (rows, columns)."""
+        """Return the excess from mean squares of errors (rows, columns)."""
         return math.sqrt(float(squares.sum()) / self.total)
 
     def lines(self, squares: np.ndarray, axis: int) -> np.ndarray:
@@ -118,12 +123,12 @@ class Units:
         return np.sqrt(squares.sum(axis) / np.maximum(own, self.total / len(own)))
 
     def shares(self, squares: np.ndarray, floor: np.ndarray) -> np.ndarray:
-        """Return the squares of one draw's errors in units of each element, or of the draw's floor if larger."""
+        """Return squared errors of one draw in units of each element, or of the draw's lower limit if it is larger."""
         return squares / np.maximum(self.elements, floor)
 
 
 def floor_of(sides: Sides, draw: int) -> np.ndarray:
-    """Return the least variance that any kernel must have, by element, on one draw; (rows, columns)."""
+    """Return the variance that no kernel can avoid, by element, on one draw: (rows, columns)."""
     t = sides.truth[draw]
     dtype = sides.dtype if sides.dtype != "float64" else "float32"
     one_rounding = np.square(spacing(t, dtype)) / 12 + np.square(FLOOR_ULPS * EPS["float32"] * t)
@@ -137,7 +142,7 @@ def table_of(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Errors:
-    """Errors of one side on every draw, as tables of squares and of parts along the truth by row."""
+    """Errors of one side on every draw, as tables of squares, and their components along the truth by row."""
 
     def __init__(self, side: Sequence[np.ndarray], truth: Sequence[np.ndarray], table: tuple[int, int]) -> None:
         self._pairs, self._table = list(zip(side, truth, strict=True)), table
@@ -158,10 +163,11 @@ class Errors:
 
 @dataclass
 class Honest:
-    """The largest values that single draws of the twin reach against the others.
+    """The largest values of single draws of the twin against the others.
 
-    reached: by measure; of `largest`, how far the largest of the draws stands above the middle one. largest: itself, in
-    units of the elements. along: the twin's squares along the truth.
+    reached: measure → value. For `largest`, the ratio of the largest draw to the median one.
+    largest: the largest draw, in units of the elements.
+    along: squares of the twin's errors along the truth.
     """
 
     reached: dict[str, float]
@@ -170,7 +176,7 @@ class Honest:
 
     @classmethod
     def of(cls, twin: Errors, floors: Callable[[int], np.ndarray], floor: np.ndarray, along_floor: float) -> Honest:
-        """Measure each draw of the twin against the others. floors: by draw; floor: their mean."""
+        """Measure each draw of the twin against the others. floors: lower limits by draw. floor: their mean."""
         count = len(twin.along)
         reached, largest = dict.fromkeys(NAMES, 1.0), list[float]()
         along = max(sum(twin.along) / count, along_floor, np.finfo(np.float64).tiny)
@@ -191,7 +197,7 @@ class Honest:
 
 
 def measure(sides: Sides, given: Mapping[str, float], reason: str) -> Measured:
-    """Measure one result on two draws or more. given: bounds of the user's own by name, and their reason."""
+    """Measure one result on at least two draws. given: bounds of the user by name. reason: their reason."""
     shape = sides.truth[0].shape
     rows, columns = table = table_of(shape)
     count = len(sides.truth)
@@ -252,14 +258,14 @@ def _given(m: Measure, bounds: Mapping[str, float], reason: str) -> Measure:
 
 
 def _along_by_chance(variance: np.ndarray, truth: np.ndarray) -> float:
-    """Return the part along the truth, row by row, of independent errors: Σ_r Σ v·t² / Σ t²."""
+    """Return the component along the truth, row by row, of independent errors: Σ_r Σ v·t² / Σ t²."""
     squares = np.square(truth)
     power = squares.sum(1)
     return float(((variance * squares).sum(1) / np.where(power > 0, power, 1.0)).sum())
 
 
 def _participating(variance: np.ndarray) -> float:
-    """Return about how many elements carry the error: (Σv)² / Σv²."""
+    """Estimate the number of elements with most of the error: (Σv)² / Σv²."""
     scale = float(variance.max(initial=0.0))
     if not scale:
         return variance.size
@@ -268,7 +274,7 @@ def _participating(variance: np.ndarray) -> float:
 
 
 def _reach(sides: Sides, variance: np.ndarray) -> tuple[float, str]:
-    """Return the bound on the gain, from the twin's gains by draw and the scatter of its elements' errors."""
+    """Return the bound on the gain and its basis, from the twin's gains by draw and its elements' errors."""
     t = sides.truth[0].reshape(variance.shape)
     power = float(np.square(t).sum())
     if not power:

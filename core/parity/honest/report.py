@@ -1,4 +1,4 @@
-"""Report a check, as data and as a table of 80 columns; the error that a failed one raises."""
+"""Report a check as data and as a table of 80 columns, and define the error of a failed one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ COLUMNS = ("excess", "largest", "line", "gain", "distance", "unequal")
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `assert_honest`: one `Judged` an output and a gradient. `print(report)` shows the table.
+    """The result of `assert_honest`: one `Judged` for each output and gradient. `print(report)` shows the table.
 
-    dtype: as it was asked for. notes: what was left out of the comparison.
+    dtype: as the user gave it.
+    draws: number of draws.
+    notes: parts that were not compared.
     """
 
     dtype: str
@@ -48,7 +50,7 @@ class Report:
 
 
 class NotHonest(AssertionError):
-    """The error that `assert_honest` raises; `report` holds what was measured."""
+    """The error that `assert_honest` raises. `report` holds the measurements."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -86,7 +88,7 @@ def _lines(one: Judged) -> Iterator[str]:
 
 
 def _broken(one: Judged, by_name: dict[str, Measure]) -> Iterator[str]:
-    """Name the broken measures, and say where the bound of the worst comes from, or that bounds were given."""
+    """Yield lines that name the broken measures, and the basis of the worst bound, or of bounds given by the user."""
     if one.broken:
         worst = by_name[one.broken[0]]
         yield from _wrapped(f"WRONG in {', '.join(one.broken)}")

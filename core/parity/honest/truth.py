@@ -1,4 +1,7 @@
-"""The truth: the plain function in FP64, which must not narrow it, and the response of its results to small changes."""
+"""Compute the truth: the plain function in FP64, and the response of its results to small changes.
+
+The function must not narrow FP64.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,19 @@ from lockstep.core.parity.honest.sides import Functions, gradient_name
 
 __tracebackhide__ = True
 
-# If this many different non-integers are all exact in FP32, that is no accident: each one is so with probability 2⁻²⁹.
+# If this many different non-integers are all exact in FP32, the function narrows FP64: each of them has a probability
+# of 2⁻²⁹ to be exact by chance.
 ENOUGH = 4
 RESPONSES = 2
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The truth of the given draw, and by result the terms of a sum and the square of its response (measures.py)."""
+    """The truth of the given draw.
+
+    terms: result → number of terms in its sums.
+    response: result → mean square of its response to relative changes (measures.py).
+    """
 
     answer: Answer
     terms: dict[str, float]
@@ -31,9 +39,10 @@ class Truth:
 
 
 def truth_of(functions: Functions, draws: Draws) -> Truth:
-    """Call the truth's function on the given inputs and beside them.
+    """Call the truth's function on the given inputs and near them.
 
-    Raises UserError if it refuses FP64 where plain runs at its dtype, if it narrows FP64, or has no numbers to compare.
+    Raises UserError if it refuses FP64 where plain runs at its dtype, if it narrows FP64, or if it has no numbers to
+    compare.
     """
     truth, values = functions.truth, draws.values(0)
     cotangents = partial(draws.cotangents, 0)
@@ -45,7 +54,7 @@ def truth_of(functions: Functions, draws: Draws) -> Truth:
         try:
             functions.plain(values, False, cotangents)
         except Exception:
-            raise error from None  # it fails in both dtypes: FP64 is not the reason
+            raise error from None  # it fails in both dtypes, so FP64 is not the reason
         words = str(error).strip().splitlines() or [""]
         raise UserError(
             f"plain does not run in FP64 ({type(error).__name__}: {words[0]}): let it compute in the dtype of its "
@@ -83,7 +92,7 @@ def _refuse(where: str) -> NoReturn:
 
 
 def _of_fp32(x: np.ndarray) -> bool:
-    """Return whether all numbers are FP32's, where what went in are not; whole numbers and few numbers tell nothing."""
+    """Return whether all non-integers are exact in FP32, although the inputs are not. False for fewer than ENOUGH."""
     found = np.unique(x[np.isfinite(x) & (x != np.rint(x))])
     with np.errstate(over="ignore"):
         return found.size >= ENOUGH and bool(np.all(found.astype(np.float32) == found))
@@ -101,7 +110,7 @@ def _these(given: Mapping[str, np.ndarray], _: Mapping[str, tuple[int, ...]]) ->
 def _terms(
     truth: Function, draws: Draws, values: Mapping[str, np.ndarray], exact: Answer, base: Mapping[str, Value]
 ) -> dict[str, float]:
-    """Count how many numbers of one input, or of one output's gradient, each result depends on, at most."""
+    """Count the numbers of one input, or of one output's gradient, on which each result depends at most."""
     terms = dict.fromkeys(base, 1.0)
     grads = draws.cotangents(0, _shapes(exact)) if exact.grads else {}
 
