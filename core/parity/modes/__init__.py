@@ -1,1 +1,1 @@
-"""The ways in: side by side, beside a run, later from a run's records, by bisection, free running."""
+"""Ways to check a run: side by side, during training, later from its records, by bisection, free running."""

@@ -1,9 +1,9 @@
-"""Bisection: the first bad step of a run, its origin, its cause.
+"""Bisection: find the first bad step of a run, its origin and its cause.
 
-A fault is taken to be persistent: once bad, bad in every later step. A step is checked thoroughly, from the state that
-the run had before it: the nearest earlier checkpoint, or the initial weights, from where the candidate runs unchecked.
-Checks that the run recorded narrow the interval for nothing, and every record that comes along is held, bit by bit, to
-the one that the run wrote: what comes out otherwise, the run did not do by its program and its state alone.
+A fault is assumed to be persistent: after the first bad step, every step is bad. A step is checked thoroughly, from the
+run's state before it. The candidate runs without checks from the nearest earlier checkpoint, or from the initial
+weights. Checks that the run recorded narrow the interval without extra work. Every new record is compared with the
+run's, bit by bit: a difference does not follow from the run's program and state alone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ DOES_NOT_REPEAT = (
 class Bisection:
     """The result of a bisection.
 
-    first_bad_step: None if none was. check: the verdict on that step, None if only the run's record speaks of it.
-    cause: what makes the origin vanish, None without an origin. checks: every check that was made, by step.
-    differs_at: the first step that did not come out as the run recorded it. steps_run: steps that were run again.
-    notes: what was assumed, and what did not fit, in words.
+    first_bad_step: None if there is none.
+    check: the verdict on this step; None if only the run's record shows the fault.
+    cause: the changed setting under which the origin disappears; None without an origin.
+    checks: every check that was made, by step.
+    differs_at: the first step with another record than the run's, or None.
+    steps_run: number of steps that were run again.
+    notes: assumptions and contradictions, in words.
     """
 
     first_bad_step: int | None
@@ -49,7 +52,7 @@ class Bisection:
 
     @property
     def origin(self) -> Finding | None:
-        """The first broken link in the first bad step."""
+        """The first broken link of the first bad step."""
         return self.check.origin if self.check else None
 
     @property
@@ -67,11 +70,14 @@ def bisect_run(
     config: RunConfig | None = None,
     with_cause: bool = True,
 ) -> Bisection:
-    """Find the first bad step of `run` among those that it recorded.
+    """Find the first bad step of `run` among its recorded steps.
 
-    batch: the data order, step → batch. progress: called with one line for every check. config: the run's, but for the
-    device. Each step is judged under the settings that were in force there.
-    Raises UserError if the run recorded no step, or candidate or reference does not take its states.
+    batch: the data order, step → batch.
+    progress: called with one line for each check.
+    config: the run's configuration with another device; None for the run's own.
+    with_cause: find the cause too.
+    Each step is judged with the settings that were in force then. Raises UserError if the run recorded no step, or if
+    candidate or reference do not load its states.
     """
     here = config_of_steps(run, config)
     recorded = {line["step"]: line for line in run.records()}
@@ -126,11 +132,15 @@ class _Search:
     notes: list[str] = field(default_factory=list)
 
     def run(self, last: int, recorded: dict[int, dict[str, Any]], other_data: int | None) -> None:
-        """Find the first bad step among 1 … last."""
+        """Find the first bad step among 1 … last.
+
+        recorded: the run's own checks by step.
+        other_data: the first step with another batch than the data order gives, or None.
+        """
         accused = sorted(step for step, line in recorded.items() if line["verdict"] == "disagreed" and step <= last)
         agreed = sorted(step for step, line in recorded.items() if line["verdict"] == "agreed" and step <= last)
         if other_data is not None:
-            # Known from the records alone; the steps before it are still to be searched.
+            # Known from the records alone. The steps before it still have to be searched.
             self.checks[other_data] = other_batch(other_data, self.batch(other_data).tokens.size)
             self.bad = other_data
             self.progress(f"step {other_data}: the run consumed another batch than the data order prescribes")
@@ -145,7 +155,7 @@ class _Search:
         self._scan_if_it_comes_and_goes(agreed, recorded)
 
     def _search(self, low: int, high: int) -> None:
-        """Halve (low, high]; `low` may be taken from the run's own checks, and is then checked at the end."""
+        """Halve (low, high]. If `low` comes from the run's own checks, it is checked at the end."""
         while True:
             while high - low > 1:
                 middle = (low + high) // 2
@@ -178,7 +188,7 @@ class _Search:
             self.notes.append(f"step {last}, the last, is clean: a fault that came and went before it is not excluded")
 
     def _scan_if_it_comes_and_goes(self, agreed: list[int], recorded: dict[int, dict[str, Any]]) -> None:
-        """Check every earlier step if a later step is clean: a bad step may come before a clean one."""
+        """Check every earlier step if a later step is clean, because then a bad step may precede a clean one."""
         assert self.bad is not None
         own = [step for step, check in self.checks.items() if step > self.bad and check.verdict == "agreed"]
         seen = [step for step in agreed if step > self.bad and self._examined(recorded[step])]
@@ -209,11 +219,11 @@ def _verdicts(run: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def _only_over_steps(line: dict[str, Any]) -> bool:
-    """Return whether what is broken in a recorded check shows over several checks alone."""
+    """Return whether a recorded check shows a fault only over several checks."""
     scopes = {found.get("scope") for found in line.get("stages", []) if not found.get("ok")}
     return scopes == {"over_steps"}
 
 
 def _first_other_batch(recorded: dict[int, dict[str, Any]], batch: Callable[[int], Batch]) -> int | None:
-    """Return the first step whose record has another batch than is due; None if there is none."""
+    """Return the first step whose record has another batch than the data order gives; None if there is none."""
     return next((step for step in sorted(recorded) if recorded[step]["digest"] != batch(step).digest()), None)

@@ -1,4 +1,4 @@
-"""The count of a run's checks that were made: those that were due and never compared anything are no agreement."""
+"""Count the checks that a run made. A due check that compared nothing does not count as agreement."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Beginning of the reason for a skipped check, if others were still waiting for the reference.
+# Beginning of the reason for a skipped check, if earlier checks were still waiting for the reference.
 BUSY = "the reference is still busy with"
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """A count of a run's checks.
+    """Counts of a run's checks.
 
-    due: checks that a run asked for. made: those that agreed or disagreed. skipped: step → why, of all others.
+    due: number of checks that were due.
+    made: number of checks that agreed or disagreed.
+    skipped: step → reason, for all others.
     """
 
     due: int
@@ -23,12 +25,12 @@ class Coverage:
 
     @property
     def is_enough(self) -> bool:
-        """Return whether at least half of the checks that were due were made."""
+        """Return whether at least half of the due checks were made."""
         return 2 * self.made >= self.due
 
     @property
     def words(self) -> str:
-        """The coverage in a line: checks due, made, skipped, the first reason, and the remedy for a slow reference."""
+        """The coverage in a line: checks due, made and skipped, the first reason, and a remedy for a slow reference."""
         first = min(self.skipped)
         busy = sum(reason.startswith(BUSY) for reason in self.skipped.values())
         advice = f"; {busy} because the reference is slower: raise parity.every or parity.queue" if busy else ""
@@ -39,7 +41,12 @@ class Coverage:
 
 
 def coverage(due: Sequence[int], lines: Iterable[Mapping[str, Any]], lost: str) -> Coverage:
-    """Count the checks of a run. due: their steps. lines: of parity.jsonl. lost: why one has no line."""
+    """Count the checks of a run.
+
+    due: steps whose check was due.
+    lines: lines of parity.jsonl.
+    lost: reason for a check without a line.
+    """
     by_step = {line["step"]: line for line in lines}
     skipped: dict[int, str] = {}
     for step in due:

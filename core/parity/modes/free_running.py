@@ -1,7 +1,7 @@
-"""Measure divergence without judging it: candidate, twin and truth each train on from the same initial weights.
+"""Measure divergence without a verdict: candidate, twin and truth train separately from the same initial weights.
 
-Nothing is synchronised, so rounding feeds back through the weights and grows: the distance between two correct
-trajectories grows as well. But an honest candidate does not leave the truth faster than its twin does.
+Nothing is synchronised, so rounding errors grow through the weights, and the distance between two correct trajectories
+grows as well. But an honest candidate does not leave the truth faster than its twin does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lockstep.core.parity.reference.self_check import sound_reference
 class Drift:
     """The distances between the trajectories after a step.
 
-    loss: candidate's, twin's and truth's, of the step. weights: relative L2 distance over all weights of candidate and
-    twin from the truth, and of candidate from twin.
+    loss_candidate, loss_twin, loss_truth: losses of the step.
+    candidate_from_truth, twin_from_truth, candidate_from_twin: relative L2 distances over all weights.
     """
 
     step: int
@@ -39,16 +39,16 @@ class Drift:
 
     @property
     def excess(self) -> float:
-        """The candidate's distance from the truth over the twin's: near 1 for an honest candidate."""
+        """Ratio of the candidate's distance from the truth to the twin's: near 1 for an honest candidate."""
         if self.twin_from_truth:
             return self.candidate_from_truth / self.twin_from_truth
         return 1.0 if self.candidate_from_truth == 0 else math.inf
 
 
 def drift(candidate: Backend, reference: Backend, config: RunConfig, batches: Iterable[Batch]) -> Iterator[Drift]:
-    """Step all three sessions on the same batches, with uneven loss weights; yield a `Drift` a step.
+    """Run all three sessions on the same batches, with uneven loss weights. Yields a `Drift` for each step.
 
-    All begin from the *candidate's* initial state, so that what grows is what its steps add.
+    All start from the *candidate's* initial state, so that only the steps cause differences.
     """
     with ExitStack() as stack:
         session = candidate.open(config)
@@ -70,7 +70,7 @@ def _begin(initial: State, references: Reference) -> None:
 
 
 def _drifted(record: StepRecord, c: Arrays, weighted: Batch, references: Reference) -> Drift:
-    """Take the candidate's step with the reference, and measure how far apart all are. c: the candidate's weights."""
+    """Run the reference's step and measure the distances. c: the candidate's weights after its step."""
     others = [other.step(weighted) for other in references.sessions]
     states = [other.state().params for other in references.sessions]
     w, t = states[0], states[-1]

@@ -1,9 +1,9 @@
-"""Replay: judge a step later and elsewhere, from a capsule or from what a run directory keeps.
+"""Replay: judge a step later and elsewhere, from a capsule or from a run directory.
 
-A capsule holds the evidence of its check, which is judged again as it is, without the candidate; or the candidate runs
-the step again from its state and batch, and everything is judged. A run directory holds
-sketches of some steps and states of some: where it has both, the step *as the run made it* is judged end to end,
-without the candidate; where it has only the state, the candidate runs the step again.
+A capsule has the evidence of its check. The evidence is judged again without the candidate. Or the candidate runs the
+step again from its state and batch, and everything is judged. A run directory has sketches of some steps and states of
+some. If it has both for a step, the step *as the run made it* is judged end to end, without the candidate. If it has
+only the state, the candidate runs the step again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ How = Literal["evidence", "sketches", "run again", "not covered"]
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step of a replay. how: the source of the verdict. notes: what could not be done, and why, in words."""
+    """The result for one step.
+
+    how: source of the verdict.
+    check: the verdict; None if nothing could be judged.
+    notes: what could not be done and why, in words.
+    """
 
     step: int
     how: How
@@ -50,8 +55,8 @@ class Replayed:
 def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None = None) -> Replayed:
     """Judge the evidence in a capsule again, without the candidate.
 
-    config: in place of the capsule's. Raises UserError if there is no evidence, it is damaged, or the reference does
-    not take its state.
+    config: replaces the capsule's.
+    Raises UserError if there is no evidence, if it is damaged, or if the reference does not load its state.
     """
     config = config or capsule.config
     if capsule.evidence is None:
@@ -73,10 +78,10 @@ def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None
 def replay_capsule(
     capsule: Capsule, candidate: Backend, reference: Backend, config: RunConfig | None = None
 ) -> Replayed:
-    """Run the capsule's step again with `candidate` and judge it as it was judged.
+    """Run the capsule's step again with `candidate` and judge it like the original.
 
-    config: in place of the capsule's, on a machine without its device.
-    Raises UserError if candidate or reference does not take its state.
+    config: replaces the capsule's, on a machine without its device.
+    Raises UserError if candidate or reference does not load its state.
     """
     config = config or capsule.config
     opened = sound_reference(reference, config)
@@ -105,7 +110,7 @@ def replay_capsule(
 
 
 def _not_shown(capsule: Capsule) -> tuple[str, ...]:
-    """Describe what a check over steps saw, and a check of the capsule's one step cannot."""
+    """Describe faults that a check over steps detected, which a check of the capsule's step alone cannot detect."""
     packed, stages = capsule.verdict.get("origin"), capsule.verdict.get("stages", [])
     if packed and any(line.get("scope") == "over_steps" and not line.get("ok") for line in stages):
         return (f"bias over steps, as at {packed['tap']}: one step does not show it",)
@@ -120,12 +125,13 @@ def replay_run(
     step: int | None = None,
     elsewhere: RunConfig | None = None,
 ) -> Iterator[Replayed]:
-    """Judge every step that the run directory lets one judge, or only `step`.
+    """Judge every step that the run directory allows, or only `step`.
 
-    candidate: opened when a step has to be run again. elsewhere: the run's configuration with the device on which it is
-    run again, if not the run's own. Each step is judged under the settings that were in force there.
-    A step that is asked for and has no stored state is reached by running the candidate to it from the nearest one.
-    Raises UserError if there is nothing at `step`, or what is there is damaged.
+    batch: the data order, step → batch.
+    candidate: opens the candidate; called when a step has to be run again.
+    elsewhere: the run's configuration with another device for running steps again; None for the run's own.
+    Each step is judged with the settings that were in force then. If `step` has no stored state, the candidate runs to
+    it from the nearest earlier one. Raises UserError if there is nothing at `step`, or if it is damaged.
     """
     states, recorded = StoredStates(run), {line["step"]: line for line in run.records()}
     if not recorded:
@@ -155,21 +161,21 @@ def replay_run(
 
 
 def config_of_steps(run: RunDir, elsewhere: RunConfig | None) -> Callable[[int], RunConfig]:
-    """Return the run's configuration at a step, on the device that `elsewhere` names if it is not None."""
+    """Return the run's configuration by step, on the device of `elsewhere` unless it is None."""
     if elsewhere is None:
         return run.config_at
     return lambda step: run.config_at(step, elsewhere.device)
 
 
 class References:
-    """A reference for each configuration that steps are judged under, opened when first asked for."""
+    """References for the configurations under which steps are judged. Each is opened at its first use."""
 
     def __init__(self, backend: Backend, config: Callable[[int], RunConfig]) -> None:
         self._backend, self._config = backend, config
         self._opened: list[Reference] = []
 
     def of(self, step: int) -> Reference:
-        """Return the reference for a step. Raises UserError if the reference itself is wrong."""
+        """Return the reference for a step. Raises UserError if the reference fails its self-check."""
         config = self._config(step)
         found = next((opened for opened in self._opened if opened.config == config), None)
         if found is None:
@@ -178,24 +184,24 @@ class References:
         return found
 
     def like(self, config: Callable[[int], RunConfig]) -> References:
-        """Return references of the same backend under other configurations."""
+        """Return references of the same backend for other configurations."""
         return References(self._backend, config)
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the opened references."""
         for opened in self._opened:
             opened.close()
 
 
 def in_words(differences: list[tuple[str, Any, Any]]) -> str:
-    """Return `loss 5.1 then, 5.2 now`."""
+    """Describe differences, as `loss 5.1 then, 5.2 now`."""
     return ", ".join(
         f"another {key}" if key == "digest" else f"{key} {then!r} then, {now!r} now" for key, then, now in differences
     )
 
 
 def other_batch(step: int, size: int, note: str = "") -> Check:
-    """Build the verdict on a step that consumed another batch than the data order prescribes."""
+    """Build the verdict on a step that consumed another batch than the data order gives."""
     basis = "equal bits, by SHA-256, with the data order at this step"
     missing = "all that follows from the batch: the one that was consumed is not known"
     return Check(step, (exact("tokens", "order", 1, size, basis, note),), (missing,))
@@ -212,10 +218,10 @@ def _from_sketches(
         return Replayed(step, "not covered", None, ("its sketches are of another branch of the run",))
     if about["batch"] != batch.digest():
         return Replayed(step, "sketches", other_batch(step, batch.tokens.size))
-    # Sketches of an earlier Lockstep come from sequences to which no end of text was added.
+    # Sketches of earlier versions are of sequences without an added end of text.
     choices = [probe_of(one, reference.config) for one in (batch, replace(batch, end_of_text=None))]
     tapped = next((one for one in choices if one.digest() == about["probe"]), choices[0])
-    # The record has the step's own gradients, or those of a micro-batch made for it.
+    # The record has the step's own gradients, or those of a separate micro-batch.
     probe = batch if about["probe"] == about["batch"] else tapped
     state = as_its_own(reference.config, state)
     if about["probe"] != probe.digest():
@@ -231,7 +237,7 @@ def _from_sketches(
 
 
 class _Again:
-    """The candidate, opened when it is first needed."""
+    """The candidate, opened at its first use."""
 
     def __init__(
         self,
@@ -256,7 +262,10 @@ class _Again:
         return Replayed(step, "run again", check, tuple(notes))
 
     def sketches(self, step: int, recorded: Mapping[int, Mapping[str, Any]]) -> Replayed:
-        """Run up to the step; its sketches hold if every step before came out as recorded, else it is run again."""
+        """Run to the step, and judge its sketches if all steps before it have the recorded results.
+
+        Otherwise run it again.
+        """
         rerun = self._opened()
         state = rerun.state(step - 1)
         if said := self._said(rerun, step - 1):
@@ -264,7 +273,7 @@ class _Again:
         return _from_sketches(self._run, step, state, self._batch(step), recorded, self._of_run.of(step))
 
     def close(self) -> None:
-        """Close what was opened here."""
+        """Close what this object opened."""
         self._here.close()
         if self._rerun is not None:
             self._rerun.close()
@@ -275,7 +284,7 @@ class _Again:
         return self._rerun
 
     def _said(self, rerun: Rerun, step: int) -> list[str]:
-        """Describe the first difference on the way from the last stored state to this step."""
+        """Describe the first difference between the last stored state and this step."""
         first = rerun.first_difference(rerun.loaded)
         if first is None or first > step:
             return []

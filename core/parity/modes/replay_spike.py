@@ -1,4 +1,4 @@
-"""Run a kept batch again: the run's candidate goes from the nearest stored state to its step, and makes the step."""
+"""Run a kept batch again: the candidate runs from the nearest stored state to its step, and makes the step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from lockstep.core.run.directory import RunDir
 class Repeated:
     """A step that was run again.
 
-    record: what it said of itself now. differ: (field, then, now) of what is not the same bits. on_the_way: the first
-    step before it that did not come out as recorded, or None. loaded: steps done in the state that was begun from.
-    in_order: whether the data order gives the kept batch at this step.
+    record: its record now.
+    differ: (field, then, now) for fields with other bits.
+    on_the_way: the first earlier step with another record than the run's, or None.
+    loaded: steps done in the stored state from which it was run.
+    in_order: the data order gives the kept batch at this step.
     """
 
     record: StepRecord
@@ -37,10 +39,12 @@ def replay_spike(
     candidate: Backend,
     config: RunConfig,
 ) -> Repeated:
-    """Run step `about["step"]` of a run again on the batch that was kept, after the steps before it.
+    """Run step `about["step"]` of a run again on the kept batch, after the steps before it.
 
-    about, kept: as core/train/spikes.py reads them. batch: the data order. config: the run's, but for the device.
-    Raises UserError if a stored state is damaged or does not fit, and what the session raises (NotFinite as well).
+    about, kept: as from core/train/spikes.py.
+    batch: the data order, step → batch.
+    config: the run's configuration, possibly with another device.
+    Raises UserError if a stored state is damaged or does not fit, and the errors of the session (NotFinite as well).
     """
     step = about["step"]
     rerun = Rerun(run, candidate, config_of_steps(run, config), batch)

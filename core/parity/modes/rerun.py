@@ -25,12 +25,12 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.directory import RunDir
 from lockstep.core.train.skipped_steps import as_its_own, first_scalars
 
-# Fields of a record that the step's arithmetic sets: bit-equal if the step repeats.
+# Fields of a record that the step's arithmetic sets. They have equal bits if the step repeats.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
 
 
 class StoredStates:
-    """A run's stored states: its checkpoints, and the initial weights where these follow from the seed."""
+    """A run's stored states: its checkpoints, and the initial weights if these follow from the seed."""
 
     def __init__(self, run: RunDir) -> None:
         self._config = run.config_at(1)
@@ -38,11 +38,11 @@ class StoredStates:
 
     @property
     def steps(self) -> list[int]:
-        """Steps done in each stored state, 0 first, which of an imported run is a checkpoint that is always kept."""
+        """Steps done in each stored state, sorted. For an imported run, step 0 is a checkpoint that is always kept."""
         return sorted({0, *self._paths} if self._config.initial == "seed" else self._paths)
 
     def nearest(self, done: int) -> int:
-        """Return the last of `steps` up to `done`. Raises UserError if there is none."""
+        """Return the largest of `steps` up to `done`. Raises UserError if there is none."""
         found = [step for step in self.steps if step <= done]
         if not found:
             raise UserError(
@@ -54,7 +54,7 @@ class StoredStates:
     def load(self, done: int, session: Session | None = None) -> State:
         """Return the state after `done` steps, one of `steps`. Raises UserError if its checkpoint is damaged.
 
-        session: reads checkpoints of a format of its own.
+        session: reads checkpoints in a format of its own.
         """
         if done in self._paths:
             return load_checkpoint(self._paths[done], reader_of(session))[0]
@@ -62,7 +62,7 @@ class StoredStates:
 
 
 def initial_state(config: RunConfig) -> State:
-    """Return the state before step 1."""
+    """Return the state before step 1, with weights from the seed."""
     params = init_parameters(config.model, config.seed)
     dtype = np.float64 if config.precision.exact else np.float32
     params = {name: array.astype(dtype) for name, array in params.items()}
@@ -72,20 +72,20 @@ def initial_state(config: RunConfig) -> State:
 
 
 class Rerun:
-    """A second run of a candidate along a run, each step under the settings that were in force there.
+    """A second run of a candidate along a run. Each step uses the settings that were in force then.
 
-    differences: step → (field, recorded, now) of every record that came out otherwise than the run's.
-    steps_run: how many steps were run again. loaded: steps done in the stored state that was loaded last.
-    unseen: why the candidate could not be compared with a state that it took over, in words.
+    differences: step → (field, recorded, now) for each record that differs from the run's.
+    steps_run: number of steps that were run again.
+    loaded: steps done in the stored state that was loaded last.
+    unseen: reasons why the candidate could not be compared with a state that it loaded, in words.
     """
 
     def __init__(
         self, run: RunDir, backend: Backend, config: Callable[[int], RunConfig], batch: Callable[[int], Batch]
     ) -> None:
-        """Open a session on the run's first step.
+        """Open a session at the run's first step. Raises the errors of opening.
 
-        config: returns the run's settings at a step, with the changes that the candidate is to have. Raises what
-        opening raises.
+        config: returns the run's settings at a step, with the candidate's changes.
         """
         self._states, self._batch, self._config_of, self._backend = StoredStates(run), batch, config, backend
         self._recorded = {line["step"]: line for line in run.records()}
@@ -98,7 +98,7 @@ class Rerun:
         self.unseen: set[str] = set()
 
     def to(self, done: int) -> None:
-        """Run the session up to the state after `done` steps."""
+        """Run the session to the state after `done` steps."""
         nearest = self._states.nearest(done)
         if self._done is None or not nearest <= self._done <= done:
             self._load(self._states.load(nearest, self._session), nearest + 1)
@@ -110,18 +110,18 @@ class Rerun:
         self._into(done + 1)
 
     def state(self, done: int) -> State:
-        """Run from the nearest stored state and return the state after `done` steps."""
+        """Run from the nearest stored state. Returns the state after `done` steps."""
         self.to(done)
         return self._session.state()
 
     def step_on(self, step: int, batch: Batch) -> StepRecord:
-        """Step `step` on a batch that is given, after the steps before it on the run's."""
+        """Make step `step` on the given batch, after the steps before it on the run's batches."""
         self.to(step - 1)
         self._done = None
         return self._session.step(batch)
 
     def check(self, step: int, reference: Reference) -> tuple[Check, Evidence]:
-        """Check step `step` thoroughly, state-synchronised."""
+        """Check step `step` thoroughly, from the run's state before it."""
         self.to(step - 1)
         batch = self._batch(step)
         evidence = gather(self._session, self._config, batch, due=batch.digest(), ahead=False)
@@ -131,7 +131,7 @@ class Rerun:
         return check, evidence
 
     def first_difference(self, after: int = 0) -> int | None:
-        """Return the first step after `after` that did not come out as the run recorded it; None if there is none."""
+        """Return the first step after `after` whose record differs from the run's; None if there is none."""
         return min((step for step in self.differences if step > after), default=None)
 
     def close(self) -> None:
@@ -139,12 +139,12 @@ class Rerun:
         self._session.close()
 
     def _into(self, step: int) -> None:
-        """Open the session of this step, where a branch of the run begins with it, with the state of the last one."""
+        """If a branch of the run begins at this step, open a session for it with the state of the last one."""
         if self._config_of(step) != self._config:
             self._load(self._session.state(), step)
 
     def _load(self, state: State, step: int) -> None:
-        """Take a state over, to make this step from it."""
+        """Load a state to make this step from it."""
         config = self._config_of(step)
         if config != self._config:
             self._session.close()
@@ -164,14 +164,14 @@ class Rerun:
 
 
 def differing_fields(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (field, then, now) where two records of one step differ; nothing without a record to compare."""
+    """Return (field, then, now) where two records of a step differ; empty without a record to compare."""
     if then is None:
         return []
     return [(key, then.get(key), now[key]) for key in COMPARED if not same(then.get(key), now[key])]
 
 
 def judged(evidence: Evidence, reference: Reference) -> Check:
-    """Call `judge`; raise UserError where the reference does not take the state, which the user can put right."""
+    """Call `judge`. Raises UserError if the reference does not load the state, because the user can correct this."""
     try:
         return judge(evidence, reference)
     except UserError:

@@ -1,11 +1,11 @@
-"""Checks during training: the reference works in a process of its own, the trainer waits only to gather evidence.
+"""Checks during training: the reference runs in a separate process, and the trainer only waits for gathering evidence.
 
-Every N steps, and in the first one after a start or a resume, the trainer gathers evidence (a probe micro-batch of the
-live data with uneven loss weights, at the live weights, and the live step's update). A thread writes it into a folder,
-a tensor at a time, and sends the worker its path. The folder goes when its check has come back; that of a check that
-disagreed stays until the alarm has been handled. If more checks wait than `parity.queue` allows, a check is skipped and
-counted. If the worker dies or a folder is lost, training goes on and every check that is lost is reported. A worker
-that gives nothing for `parity.timeout_seconds`, though it has something to judge, is ended.
+Every N steps, and in the first step after a start or a resume, the trainer gathers evidence: a probe micro-batch of the
+current data with uneven loss weights, at the current weights, and the update of the current step. A thread writes it
+into a folder, one tensor at a time, and sends the path to the worker. The folder is removed after its check is
+received. The folder of a check that disagreed remains until the alarm is handled. If more checks wait than
+`parity.queue` allows, a check is skipped and counted. If the worker dies or a folder is lost, training continues, and
+every lost check is reported. A worker that has work and sends no result within `parity.timeout_seconds` is killed.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ from lockstep.core.train.finite import NotFinite
 from lockstep.core.train.validation import Validation
 
 POLL_SECONDS = 0.2
-# The worker runs at a lower priority than the trainer; both may share two cores.
+# The worker has a lower priority than the trainer, because both may share two cores.
 WORKER_NICENESS = 5
-# A worker that must end may be in the middle of a judgement whose result is no longer needed.
+# A worker that must end may be judging a check whose result is no longer needed.
 END_SECONDS = 1.0
 # The sums over a run's checks (core/parity/judge/bias.py) take some megabytes, so they are written after this many
 # checks and at the end.
 SUMS, SUMS_EVERY = "bias.npz", 8
-# The previous sums: a killed run resumes from a checkpoint that may be older than the last sums.
+# The previous sums. A killed run resumes from a checkpoint that may be older than the last sums.
 SUMS_BEFORE = "bias_before.npz"
 
 Result = Check | tuple[int, str]
 
 
 class Shadow:
-    """The trainer's side of shadow checks. `reference` is a backend's name as core/load_backend.py takes it.
+    """The trainer's side of checks during training. `reference`: name of a backend, as in core/load_backend.py.
 
-    As a context manager it ends the worker, at once if it is left by an exception.
+    As a context manager it ends the worker, at once after an exception.
     """
 
     def __init__(
@@ -88,14 +88,13 @@ class Shadow:
         folder: Path | None = None,
         first: int = 1,
     ) -> None:
-        """Start the reference's worker.
+        """Start the worker process of the reference.
 
-        observations: the folder that keeps the sketches of each checked step, or None to keep none.
-
-        folder: holds the evidence of pending checks, and is removed by `close`; by default a temporary one. first: the
-        first step of this process, which is checked: what a resume brought back may be wrong.
-
-        Raises UserError if a check does not keep the run's budgets.
+        observations: folder for the sketches of each checked step, or None to keep none.
+        ranks: the ranks of the session.
+        folder: folder for the evidence of pending checks, which `close` removes. Default: a temporary one.
+        first: first step of this process. It is checked, because a resume may have restored a wrong state.
+        Raises UserError if a check exceeds the run's budgets.
         """
         require_budget(config, thorough=False)
         return_large_blocks(config)
@@ -103,21 +102,21 @@ class Shadow:
         self._config, self._ranks, self._first = config, ranks, first
         self._waiting: set[int] = set()
         self._folder = Path(mkdtemp(prefix="lockstep-evidence-")) if folder is None else folder.absolute()
-        # The thread that writes evidence and sends its path, beside training.
+        # The thread that writes evidence and sends its path during training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
         self._unsent: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self._begun = 0
         self._lost: list[tuple[int, str]] = []
-        # Results that came while the worker judged separate evidence, and the folders of that evidence.
+        # Results that arrived while the worker judged separate evidence, and the folders of this evidence.
         self._early: deque[Result] = deque()
         self._apart: list[Path] = []
-        # The step whose evidence is kept for its alarm; 0 without one.
+        # The step whose evidence is kept for its alarm; 0 if there is none.
         self._accused = 0
-        # Time of the worker's last result, or when it last had nothing to do.
+        # Time of the worker's last result, or of the last moment without pending checks.
         self._heard = time.monotonic()
         self._given_up = False
-        # One pipe in each direction. The worker's ends are closed here: if the worker dies, reading fails at once, and
-        # does not block for the rest of a message.
+        # One pipe in each direction. The worker's ends are closed here, so that reading fails at once if the worker
+        # dies, and does not block for the rest of a message.
         context = multiprocessing.get_context("spawn")
         self._results, results_out = context.Pipe(duplex=False)
         evidence_in, self._evidence = context.Pipe(duplex=False)
@@ -127,7 +126,7 @@ class Shadow:
             daemon=True,
             name="lockstep-reference",
         )
-        # Ctrl-C, and the end of a terminal, signal the whole process group: the worker inherits that both are ignored,
+        # Ctrl-C, and the end of a terminal, signal the whole process group. The worker inherits that both are ignored,
         # and finishes its work.
         previous = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
         try:
@@ -146,7 +145,7 @@ class Shadow:
 
     @property
     def pending(self) -> int:
-        """Checks that were handed over and have not come back."""
+        """Number of checks without a result so far."""
         return len(self._waiting)
 
     def due(self, step: int) -> bool:
@@ -161,10 +160,11 @@ class Shadow:
         due: str | None = None,
         validation: Validation | None = None,
     ) -> StepRecord:
-        """Run the step; hand its evidence over if the worker can take it. `due`: digest of the batch that is due.
+        """Run the step, and send its evidence to the worker if the queue has room.
 
-        validation: what is due after the step; it is made here if the step is checked.
-        Raises NotFinite after its evidence was handed over.
+        due: digest of the batch that the data order gives.
+        validation: the validation that is due after the step. It is run here if the step is checked.
+        Raises NotFinite after its evidence was sent.
         """
         store = self._opened() if self._ready() else None
         self._ranks.of_first(lambda: None if store is None else str(store.folder or ""))
@@ -195,7 +195,10 @@ class Shadow:
         return FolderStore.create(folder, self._ranks.count, self._config.parallel.timeout_seconds)
 
     def _send(self, evidence: Evidence, store: LastingStore) -> None:
-        """Save the evidence and send the worker its path, on the writer's thread, behind the evidence's tensors."""
+        """Save the evidence and send its path to the worker.
+
+        Runs in the writer thread, after the writes of its tensors.
+        """
         step = evidence.record.step
         place = self._place(step)
         try:
@@ -204,7 +207,7 @@ class Shadow:
                 self._evidence.send((step, place))
         except UserError as error:
             self._unsent.put((step, f"its evidence is lost: {error}"))
-        except Exception as error:  # a candidate's record may hold something that JSON cannot
+        except Exception as error:  # a candidate's record may contain values that JSON does not allow
             self._unsent.put((step, f"its evidence is lost: {type(error).__name__}: {error}"))
 
     def _take_unsent(self) -> None:
@@ -214,14 +217,14 @@ class Shadow:
             self._lost.append(lost)
 
     def collect(self) -> Iterator[Result]:
-        """Return the results that have come back so far."""
+        """Yield the results received so far."""
         self._end_if_overdue()
         alive = self._worker.is_alive()  # read first, so that results sent before the worker died are still received
         while (result := self._receive(0.0)) is not None:
             yield result
         self._take_unsent()
         if self._waiting and not alive:
-            self._writer.submit(int).result()  # wait, so that what the thread still writes is removed too
+            self._writer.submit(int).result()  # wait, so that the thread's last writes are removed too
             for step in sorted(self._waiting):
                 self._lost.append((step, self._reason()))
                 self._remove(step)
@@ -230,7 +233,10 @@ class Shadow:
         yield from lost
 
     def drain(self) -> Iterator[Result]:
-        """Wait until every check that was handed over has come back or is lost: `parity.timeout_seconds` for each."""
+        """Wait until every pending check is received or lost, for at most `parity.timeout_seconds` each.
+
+        Yields as `collect`.
+        """
         while self._waiting:
             self._end_if_overdue()
             alive = self._worker.is_alive()
@@ -242,8 +248,8 @@ class Shadow:
         yield from self.collect()
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker and remove the evidence; a second call does nothing."""
-        # Join the thread: if it frees a tensor's memory while the interpreter shuts down, the process aborts.
+        """End the worker and remove the evidence. A second call does nothing."""
+        # Join the thread. If it frees a tensor's memory during the interpreter's shutdown, the process aborts.
         self._writer.shutdown(cancel_futures=at_once)
         with contextlib.suppress(OSError):
             self._evidence.send(None)
@@ -255,7 +261,7 @@ class Shadow:
         left = self._folder.glob(f".{os.getpid()}-*.tmp")
         for place in (*left, *self._apart, *map(self._place, (*self._waiting, self._accused))):
             self._remove_folder(place)
-        with contextlib.suppress(OSError):  # no such folder, or contents that this run did not put there
+        with contextlib.suppress(OSError):  # no such folder, or it has contents of others
             self._folder.rmdir()
 
     def __enter__(self) -> Self:
@@ -278,7 +284,7 @@ class Shadow:
         return f"the reference's {how}; training goes on unchecked"
 
     def _end_if_overdue(self) -> None:
-        """Kill a worker that is overdue: only its time distinguishes a reference that hangs from a slow one."""
+        """Kill a worker that is overdue. Only the time distinguishes a reference that hangs from a slow one."""
         waited = time.monotonic() - self._heard
         if not self._waiting or waited <= self._config.parity.timeout_seconds or self._results.poll(0.0):
             return
@@ -288,13 +294,13 @@ class Shadow:
             self._worker.join()
 
     def _receive(self, seconds: float) -> Result | None:
-        """Wait up to `seconds` for a result; return None if there is none, at once if the worker is gone."""
+        """Wait up to `seconds` for a result. Returns None if there is none, at once if the worker has ended."""
         try:
             if not self._early and not self._results.poll(seconds):
                 return None
             result: Result = self._early.popleft() if self._early else self._results.recv()
         except (EOFError, OSError):
-            self._worker.join(timeout=END_SECONDS)  # its end of the pipe closes just before the process ends
+            self._worker.join(timeout=END_SECONDS)  # the pipe closes just before the process ends
             return None
         step = result.step if isinstance(result, Check) else result[0]
         self._heard = time.monotonic()
@@ -307,15 +313,15 @@ class Shadow:
         return result
 
     def judge_apart(self, evidence: Evidence) -> tuple[Evidence, Check | None]:
-        """Judge evidence on the worker, beside the run's checks, and wait; the check is None if the worker gives none.
+        """Judge separate evidence in the worker, and wait for the check, which is None if the worker sends none.
 
-        Returns the evidence as it then lies in a folder: `close` removes it.
+        Returns the evidence from its folder, which `close` removes, and the check.
         """
         step = evidence.record.step
         place = self._folder / f"{folder_name(step)}-again"
         try:
             self._remove_folder(place)
-            # Only rank 0 writes this folder: the other ranks wait for the verdict.
+            # Only rank 0 writes this folder. The other ranks wait for the verdict.
             store = FolderStore.create(self._folder / f".{os.getpid()}-again.tmp")
             evidence = save_evidence(evidence, store)
             store.move(place)
@@ -338,7 +344,7 @@ class Shadow:
         return evidence, None
 
     def evidence_of(self, step: int) -> Evidence:
-        """Return the evidence of the check that was the last to come back, and disagreed.
+        """Return the evidence of the check that was received last and disagreed.
 
         Raises UserError if it is lost.
         """
@@ -355,20 +361,23 @@ class Shadow:
 
 
 class ShadowPart:
-    """A rank's part in the checks of rank 0's `Shadow`: it gathers with the others, and receives the verdicts."""
+    """The part of another rank in the checks of rank 0's `Shadow`.
+
+    It gathers with the others and receives the verdicts.
+    """
 
     pending = 0
 
     def __init__(self, config: RunConfig, ranks: Ranks, first: int = 1) -> None:
-        """Start the writer of this rank's evidence. Raises UserError as rank 0's."""
+        """Start the writer thread of this rank's evidence. Raises UserError as on rank 0."""
         require_budget(config, thorough=False)
         return_large_blocks(config)
         self._config, self._ranks, self._first = config, ranks, first
-        # The thread that writes this rank's part of the evidence, beside training.
+        # The thread that writes this rank's part of the evidence during training.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lockstep-evidence")
 
     def due(self, step: int) -> bool:
-        """Return whether a step is due, as `Shadow.due` does on rank 0."""
+        """Return whether the check of a step is due, as `Shadow.due` on rank 0."""
         return self._config.parity.due(step, self._first)
 
     def step(
@@ -379,7 +388,7 @@ class ShadowPart:
         due: str | None = None,
         validation: Validation | None = None,
     ) -> StepRecord:
-        """Run the step, and gather its evidence if rank 0 can have it judged. Raises NotFinite as rank 0's."""
+        """Run the step, and gather its evidence if rank 0 has room for the check. Raises NotFinite as on rank 0."""
         told: str | None = self._ranks.of_first(lambda: None)
         if told is None:
             return _unchecked(session, batch, norms)
@@ -397,18 +406,19 @@ class ShadowPart:
         return LastingStore(lambda: FolderStore.join(folder, ranks.rank, ranks.count), self._writer, ranks.count)
 
     def collect(self) -> Iterator[Result]:
-        """Do nothing: what comes back comes to rank 0."""
+        """Yield nothing, because only rank 0 receives results."""
         yield from ()
 
     def drain(self) -> Iterator[Result]:
-        """Do nothing, as `collect`."""
+        """Yield nothing, as `collect`."""
         yield from ()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Wait for what is being written: a thread that frees memory while the interpreter shuts down aborts it."""
+        """Wait for the writer thread: a thread that frees memory during the interpreter's shutdown aborts the process.
+        """
         self._writer.shutdown(cancel_futures=kind is not None)
 
 
@@ -430,7 +440,7 @@ def _work(
 def judge_all(
     config: RunConfig, reference: str, observations: Path | None, evidence_in: Connection, results_out: Connection
 ) -> None:
-    """Judge the evidence whose step and folder come and send each result, until the trainer is done or has ended."""
+    """Judge evidence as its steps and folders arrive, and send each result, until the trainer has ended."""
     opened: Reference | None = None
     backend: Backend | None = None
     judged, fitted = 0, False
@@ -458,7 +468,7 @@ def judge_all(
             result = (step, reason)
         try:
             results_out.send(result)
-        except OSError:  # the trainer was killed, and `_end_with_parent` has not noticed yet
+        except OSError:  # the trainer was killed, and `_end_with_parent` has not detected it yet
             return
         if opened is not None and opened.over_steps is not None and not isinstance(result, tuple):
             opened.over_steps.last_step = step
@@ -470,7 +480,7 @@ def judge_all(
 
 
 def _received(pipe: Connection) -> tuple[int, Path] | None:
-    """Return the next message; None when the sender is done, or has ended."""
+    """Return the next message; None if the sender is finished, or has ended."""
     try:
         told: tuple[int, Path] | None = pipe.recv()
     except (EOFError, OSError):  # OSError: the pipe ended inside a message
@@ -479,11 +489,14 @@ def _received(pipe: Connection) -> tuple[int, Path] | None:
 
 
 def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
-    """Continue the sums over a resumed run's checks before `step`; without them, return the reference as it is."""
+    """Continue the sums over a resumed run's checks before `step`.
+
+    Without such sums, return the reference unchanged.
+    """
     if reference.over_steps is None:
         return reference
     for name in (SUMS, SUMS_BEFORE):
-        with contextlib.suppress(UserError):  # missing or damaged: the sums start anew
+        with contextlib.suppress(UserError):  # missing or damaged: the sums start again
             arrays = read_npz(folder / name)
             sums = OverSteps.resumed(reference.recipe, arrays, step)
             if sums is not None:
@@ -495,7 +508,7 @@ def _gone_on(reference: Reference, folder: Path, step: int) -> Reference:
 
 
 def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
-    """Write the sums over the run's checks beside its observations, for the report and for a resume."""
+    """Write the sums over the run's checks next to its observations, for the report and for a resume."""
     if reference is None or reference.over_steps is None or folder is None:
         return
     buffer = io.BytesIO()
@@ -508,7 +521,7 @@ def _keep_sums(reference: Reference | None, folder: Path | None) -> None:
 
 
 def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> Check:
-    """Write the sketches of the check's step; if that fails, add it to the check's `not_covered`."""
+    """Write the sketches of the check's step. An error is added to the check's `not_covered`."""
     try:
         kept = observations_of(evidence, config.model)
         save_observations(folder, evidence.record.step, evidence.batch, evidence.tapped, kept)
@@ -518,7 +531,7 @@ def _kept(check: Check, evidence: Evidence, config: RunConfig, folder: Path) -> 
 
 
 def _end_with_parent() -> None:
-    """End this process, whatever it does, when the trainer is gone."""
+    """End this process as soon as the trainer has ended."""
     parent: Any = multiprocessing.parent_process()
     parent.join()
     os._exit(1)

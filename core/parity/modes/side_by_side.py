@@ -1,4 +1,4 @@
-"""Candidate and reference step by step: every step judged from the candidate's own state."""
+"""Run candidate and reference step by step. Every step is judged from the candidate's own state."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def check_steps(
 ) -> Iterator[Check]:
     """Check each of the candidate's first steps, on these batches.
 
-    State-synchronised: before each judgement the reference takes the candidate's state, so every check judges one step.
-    alarm: handles a check that disagreed and returns it (core/parity/diagnose/disagreement.py); it leaves the session's
-    state as it was. gathered: called with each step that is about to be judged, and the seconds its passes took.
-    Raises UserError if the candidate lacks what a check needs, or if a check does not keep the run's budgets.
+    Before each judgement the reference loads the candidate's state, so every check judges a single step.
+    alarm: handles a check that disagreed and returns it (core/parity/diagnose/disagreement.py). It restores the
+    session's state.
+    gathered: called with each step before its judgement, and the seconds of its passes.
+    Raises UserError if the candidate lacks a required method, or if a check exceeds the run's budgets.
     """
     require_budget(config, thorough=True)
     return_large_blocks(config)
@@ -70,7 +71,7 @@ def check_steps(
         takes_norms = config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
         for number, batch in enumerate(itertools.chain(first, coming), 1):
             with store_for(config, ranks) as store:
-                # Every second step records norms, as some steps of training do: it may be another program.
+                # Every second step records norms, as some steps of training do, because this may be another program.
                 norms = takes_norms and number % 2 == 0
                 began = time.perf_counter()
                 evidence = gather(session, config, batch, norms=norms, store=store)
@@ -90,10 +91,10 @@ def check_steps(
 
 @contextmanager
 def _opening(backend: Backend, config: RunConfig, first: Sequence[Batch]) -> Iterator[Callable[[], Reference]]:
-    """Open the reference, and have it judge itself, beside the candidate's work where threads may ask it.
+    """Open the reference and run its self-check, in a second thread if it can be called from several.
 
-    Then it compiles its programs for batches like `first`. Gives what waits for all that, and raises UserError if it is
-    not sound. An error of opening is raised at once.
+    Then compile its programs for batches like `first`. Yields a function that waits for all this and returns the
+    reference; it raises UserError if the self-check fails. An error of opening is raised at once.
     """
     with closing(Reference.open(backend, config)) as opened:
         if not opened.threads:

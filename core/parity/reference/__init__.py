@@ -1,1 +1,1 @@
-"""The expected results of a step: the chain of stages, and the checks that the reference itself passes."""
+"""Compute the expected results of a step: the chain of stages, and the self-check of the reference."""

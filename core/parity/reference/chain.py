@@ -1,9 +1,10 @@
-"""Run a step's forward and backward pass one operation at a time, with weights that are read where they are needed.
+"""Run a step's forward and backward pass one operation at a time. Weights are read when they are needed.
 
-A reference that runs single stages (`RunsStages`) needs no more: the model's graph (core/model/graph.py) lists what
-each operation reads and what it sends back. In memory are the tensors that cross from one *segment* (what stands before
-the blocks, a block, the head) to a later one, those inside one segment, and the gradients of its parameters. Tensors
-inside a segment are computed again on the way back (Chen et al. 2016, arXiv 1604.06174), unless all together are small.
+A reference needs to support only single stages (`RunsStages`). The model's graph (core/model/graph.py) lists the inputs
+of each operation and the gradients that it computes. A *segment* is the part before the blocks, a block, or the head.
+Memory holds the tensors that later segments read, the tensors inside one segment, and the gradients of its parameters.
+Tensors inside a segment are recomputed in the backward pass (Chen et al. 2016, arXiv 1604.06174), unless all together
+are small.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.core.parity.evidence.observations import PARAMETER, PROBE_NLL
 from lockstep.core.parity.reference.operations import LOOK_UP, aligned, run_operation, with_amaxes
 from lockstep.core.train.fp8_amax import PREFIX, largest
 
-# Up to this many bytes, all inner tensors are kept, and none is computed again.
+# Up to this many bytes, all inner tensors are kept, and none is recomputed.
 KEPT_BYTES = 256 << 20
 # The head runs by chunks of positions. Their logits take at most these bytes, or as many as its weights.
 HEAD_BYTES = 128 << 20
@@ -41,8 +42,8 @@ Named = Iterator[tuple[str, np.ndarray]]
 class Segment:
     """Consecutive operations that are computed together.
 
-    leaves: its taps that later segments read. completes: the parameters that it is the first to read: their gradients
-    are whole when the backward pass has left it.
+    leaves: its taps that later segments read.
+    completes: the parameters that it is the first to read. Their gradients are complete after its backward pass.
     """
 
     operations: tuple[Operation, ...]
@@ -51,7 +52,7 @@ class Segment:
 
 
 def segments(operations: Sequence[Operation]) -> tuple[Segment, ...]:
-    """Cut a chain of operations where a block begins or ends."""
+    """Cut a chain of operations at the beginnings and ends of blocks."""
     groups = [tuple(group) for _, group in itertools.groupby(operations, key=lambda one: one.layer)]
     found: list[Segment] = []
     seen: set[str] = set()
@@ -66,9 +67,10 @@ def segments(operations: Sequence[Operation]) -> tuple[Segment, ...]:
 
 @dataclass
 class _Part:
-    """A micro-batch, or some of its positions, on its way through the chain.
+    """A micro-batch, or some of its positions, during the passes.
 
-    taps: the tensors that are still read. grads: by tap, the sum of what its readers have sent back so far.
+    taps: the tensors that are still needed.
+    grads: tap → sum of the gradients from its readers so far.
     """
 
     batch: Batch
@@ -82,14 +84,17 @@ class _Part:
 
 
 class Chain:
-    """The passes of one reference at one state, as an iterator over the requested results.
+    """The passes of one side of a reference at one state, as an iterator over the requested results.
 
-    session: runs stages in the precision of one side. stream: the dtype of that side's tensors. parameters: canonical
-    name → weights; a segment's are read when it begins. fp8: linear layers that the run computes in FP8 are so here.
-    amaxes: of FP8's delayed scaling, by layer.
-    casts: the run's plan of casts is in force; tensors that it keeps in a narrow format have gradients in that one.
-    scale: the loss scale, which gradients are divided by at the end. ranks: gradients are summed over so many ranks,
-    each rank's sum rounded to the run's `parallel.gradient_dtype`.
+    session: runs stages in the precision of this side.
+    stream: dtype of this side's tensors.
+    parameters: canonical name → weight. The weights of a segment are read at its beginning.
+    fp8: linear layers that the run computes in FP8 are in FP8 here.
+    casts: the run's plan of casts is in force. Tensors that it keeps in a narrow format have gradients in this format.
+    scale: the loss scale, by which gradients are divided at the end.
+    ranks: number of ranks over which gradients are summed. Each rank's sum is rounded to the run's
+    `parallel.gradient_dtype`.
+    amaxes: amaxes of FP8's delayed scaling, by layer.
     """
 
     def __init__(
@@ -111,19 +116,22 @@ class Chain:
         graph = graph_of(config.model, config.attention, config.loss)
         self._segments = segments(graph.operations)
         self._plan = config.precision.plan if casts else LOCKSTEP
-        # Taps whose gradient sum over readers is kept in the operand format, not the stream's.
+        # Taps whose gradient sum over readers is kept in the operand format, not in the stream's.
         self._narrow = {tap for tap, one in graph.by_tap.items() if self._plan.option(one.kind, OUTPUT)}
 
     def run(self, batch: Batch, names: Collection[str], weight: float | None = None) -> Named:
-        """Yield each requested array once, the last segment's first, in the stream dtype.
+        """Yield each requested array once, those of the last segment first, in the stream dtype.
 
-        names: `nll/probe`, the per-token NLL (B, S), which comes before any parameter's gradient;
-        `gradient/PARAMETER`, summed over micro-batches; `amax/LAYER`, (3,) float32, the largest magnitudes of what a
-        linear layer with FP8's delayed scaling casts (core/train/fp8_amax.py), over micro-batches; TAP and `grad/TAP`,
-        of a batch that is one micro-batch. Gradients are those of Σ weight·nll / `weight`, by default Σ weight.
+        names: any of
+        - `nll/probe`: NLL of each token (B, S). It comes before the gradients of parameters.
+        - `gradient/PARAMETER`: summed over micro-batches.
+        - `amax/LAYER`: (3,) float32, the largest magnitudes of the tensors that a linear layer with FP8's delayed
+          scaling casts (core/train/fp8_amax.py), over micro-batches.
+        - TAP and `grad/TAP`: for a batch of one micro-batch.
+        weight: divisor of the loss Σ weight·nll; by default Σ weight.
 
         Raises NotSupported if the session does not run a stage or gives no gradient of it, and ValueError if taps are
-        asked for of several micro-batches.
+        requested of several micro-batches.
         """
         micros = [_Part(one) for one in batch.cut(self._config.train)]
         asked = {name for name in names if not name.startswith((PARAMETER, PREFIX)) and name != PROBE_NLL}
@@ -162,7 +170,7 @@ class Chain:
                     yield f"{PREFIX}{one.module}", self._seen[one.module or ""]
 
     def _forward(self, micros: list[_Part]) -> None:
-        """Run the forward pass of every segment but the last, whose forward pass comes with its backward pass."""
+        """Run the forward pass of every segment but the last, whose forward pass precedes its backward pass."""
         rows, length = micros[0].batch.tokens.shape
         sizes = probe_shapes(self._config.model, rows, length).values()
         kept = np.dtype(self._stream).itemsize * len(micros) * sum(map(math.prod, sizes)) <= KEPT_BYTES
@@ -181,7 +189,7 @@ class Chain:
         return found
 
     def _taps(self, segment: Segment, part: _Part, weights: Arrays) -> dict[str, np.ndarray]:
-        """Compute what the segment's operations write; return nothing if all of it is still there."""
+        """Compute the outputs of the segment's operations. Empty if all of them are still in memory."""
         if all(one.tap in part.taps for one in segment.operations):
             return {}
         found: dict[str, np.ndarray] = {}
@@ -198,7 +206,7 @@ class Chain:
         rank: int,
         with_gradients: bool,
     ) -> Named:
-        """Return each of the segment's taps and its gradient, the last one first; they are dropped behind it."""
+        """Yield each of the segment's taps and its gradient, the last one first. Each is then removed from memory."""
         for one in reversed(segment.operations):
             grad = part.grads.pop(one.tap, None)
             yield one.tap, part.taps[one.tap]
@@ -224,10 +232,10 @@ class Chain:
             del part.taps[one.tap]
 
     def _see(self, one: Operation, *cast: np.ndarray) -> None:
-        """Note the largest magnitudes of a layer's input, weight and output gradient, as they are cast to FP8."""
+        """Record the largest magnitudes of a layer's input, weight and output gradient, as they are cast to FP8."""
         found = np.array([largest(x) for x in cast], dtype=np.float32)
         if self._fp8:
-            # Rounding does not change which magnitude is the largest. Weights are cast unrounded.
+            # Rounding does not change which magnitude is the largest. Weights are not rounded before the cast.
             found[[0, 2]] = narrowed(found[[0, 2]], self._config.precision.operand)
         layer = one.module or ""
         self._seen[layer] = np.maximum(self._seen[layer], found) if layer in self._seen else found
@@ -242,14 +250,14 @@ class Chain:
         return run_operation(self._session, f"{one.id}/fp8", one, with_amaxes(one, inputs, self._amaxes))
 
     def _pieces(self, micro: _Part, asked: Collection[str]) -> list[_Part]:
-        """Cut the micro-batch by positions, where the head's logits would be large and need not be whole."""
+        """Cut the micro-batch by positions if the head's logits would be large and need not be whole."""
         rows, length = micro.batch.tokens.shape
         head = self._segments[-1].operations
         each = rows * np.dtype(self._stream).itemsize * max(math.prod(one.width) for one in head)
         parameters = {parameter.name: parameter.size for one in head for parameter in one.parameters.values()}
         allowed = max(HEAD_BYTES, np.dtype(self._stream).itemsize * sum(parameters.values()))
         at_once = max(1, allowed // each)
-        # A head that rounds its weight's gradient first sums all of it.
+        # A head that rounds its weight's gradient must sum all of it first.
         whole = self._plan.rounds("logits") or not {one.kind for one in head} <= BY_POSITION
         if at_once >= length or asked or whole:
             return [micro]
@@ -269,7 +277,7 @@ class Chain:
         return grad if self._scale == 1 else grad / grad.dtype.type(self._scale)
 
     def _over_ranks(self, by_rank: list[np.ndarray]) -> np.ndarray:
-        """Add the ranks' sums as their collective does: each sum, and each addition of one, rounded."""
+        """Add the ranks' sums as their collective does: each sum is rounded, and each addition is rounded."""
         if len(by_rank) == 1:
             return by_rank[0]
         total, *others = (narrowed(one, self._config.parallel.gradient_dtype) for one in by_rank)
@@ -285,7 +293,7 @@ def _inputs(one: Operation, taps: Arrays, weights: Arrays, batch: Batch) -> dict
 
 
 def _join(micro: _Part, pieces: list[_Part]) -> None:
-    """Join the gradients of a micro-batch's pieces into the micro-batch's."""
+    """Concatenate the gradients of a micro-batch's pieces."""
     if pieces != [micro]:
         for tap in pieces[0].grads:
             micro.grads[tap] = np.concatenate([piece.grads[tap] for piece in pieces], axis=1)

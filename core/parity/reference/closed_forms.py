@@ -1,6 +1,6 @@
-"""Compare the reference with closed forms, before it judges: inputs whose answer is known by hand.
+"""Compare the reference with closed forms before it judges: inputs with results that are known by hand.
 
-Every form is (stage, what it shows, the reference's answer, the answer). Shapes are those of
+Every form is (stage, description, the reference's result, the correct result). Shapes as in
 core/parity/reference/stages.py: B batch, S sequence, D hidden, H heads, K key-value heads, E head dimension, F
 feed-forward, V vocabulary.
 """
@@ -23,20 +23,20 @@ from lockstep.core.parity.reference.stages import stages_of
 
 Form = tuple[str, str, np.ndarray, np.ndarray]
 ROWS, LENGTH = 2, 8
-# The document of each token in its sequence, where the run uses documents: with one token and with several, at both
-# ends and in the middle.
+# The document of each token in its sequence, if the run uses documents. There are documents of one token and of
+# several, at both ends and in the middle.
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2, 2]], np.int32)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A session of the reference at a small model of its own, and that model's run."""
+    """A session of the reference at a small model, and the configuration of this model's run."""
 
     session: Session
     config: RunConfig
 
     def run(self, stage: str, **inputs: np.ndarray) -> np.ndarray:
-        """Run a stage and return its output, float64."""
+        """Run a stage. Returns its output in float64."""
         return self.session.run_stage(stage, inputs)["out"].astype(np.float64)
 
     def stages(self) -> dict[str, Operation]:
@@ -51,20 +51,20 @@ class Subject:
         return [stage for stage in self.stages().values() if stage.kind == kind]
 
     def shapes(self, stage: Operation) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every floating input of a stage, and of its output under `out`."""
+        """Return the shape of every floating-point input of a stage, and of its output under `out`."""
         taps = probe_shapes(self.config.model, ROWS, LENGTH)
         params = parameter_shapes(self.config.model)
         of_inputs = {role: taps[tap] for role, tap in stage.reads.items()}
         return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
 
     def integers(self, stage: Operation) -> dict[str, np.ndarray]:
-        """Return the inputs that come from the batch: token ids, all different; documents."""
+        """Return the inputs that come from the batch: token ids, all different, and documents."""
         ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
         return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
 
 
 def tables(subject: Subject) -> Iterator[Form]:
-    """Check that an embedding is a row of its table, and a projection of the unit vector i column i, plus bias."""
+    """Check that an embedding is a row of its table, and the projection of unit vector i is column i, plus the bias."""
     for stage in subject.stages().values():
         shapes = subject.shapes(stage)
         if "weight" not in stage.params or len(shapes["weight"]) != 2 or stage.kind == "library_head":
@@ -87,7 +87,7 @@ def tables(subject: Subject) -> Iterator[Form]:
 
 
 def _positions(subject: Subject, stage: Operation) -> Iterator[Form]:
-    """Check that every token gets the row of its position, in its own document where positions restart there."""
+    """Check that every token gets the row of its position, counted in its own document if positions restart there."""
     shapes = subject.shapes(stage)
     rows, columns = shapes["weight"]
     weight = ((np.arange(rows * columns).reshape(rows, columns) * 7) % 61 - 30).astype(np.float64)
@@ -98,10 +98,10 @@ def _positions(subject: Subject, stage: Operation) -> Iterator[Form]:
 
 
 def sums_and_norms(subject: Subject) -> Iterator[Form]:
-    """Check x + y, and RMSNorm (Zhang & Sennrich 2019) of a constant c: c/√(c² + ε), times its gain; no mean is taken.
+    """Check x + y, and RMSNorm (Zhang & Sennrich 2019) of a constant c: c/√(c² + ε), times its gain.
 
-    LayerNorm (Ba et al. 2016) of numbers that are c above and below their mean is ±c/√(c² + ε), times its gain, plus
-    its bias.
+    RMSNorm subtracts no mean. LayerNorm (Ba et al. 2016) of numbers c above and below their mean is ±c/√(c² + ε), times
+    its gain, plus its bias.
     """
     eps = subject.config.model.norm_eps
     for stage in subject.stages().values():
@@ -118,7 +118,7 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
         elif stage.kind == "layer_norm":
             width, constant = shapes["weight"][0], 0.25
             gain, bias = 1.0 + np.arange(width) % 3, np.arange(width) % 5 - 2.0
-            # Equally many numbers above and below the mean; if the width is odd, the last number is the mean.
+            # Equally many numbers above and below the mean. If the width is odd, the last number is the mean.
             signs = np.where(np.arange(width) % 2, -1.0, 1.0) * (np.arange(width) < width // 2 * 2)
             scale = math.sqrt(constant**2 * np.square(signs).mean() + eps)
             due = np.broadcast_to(signs * constant / scale * gain + bias, shapes["out"])
@@ -135,7 +135,7 @@ def sums_and_norms(subject: Subject) -> Iterator[Form]:
             yield stage.id, "half of the cap", subject.run(stage.id, logits=logits), sign * cap / 2
 
 
-# GELU by tanh (Hendrycks & Gimpel 2016) at 1; at −1 it is less by 1. GELU by erf is 0.8413… at 1.
+# GELU by tanh (Hendrycks & Gimpel 2016) at 1. At −1 it is smaller by 1. GELU by erf is 0.8413… at 1.
 GELU_OF_ONE = 0.8411919906082767
 
 
@@ -156,9 +156,9 @@ def activation(subject: Subject) -> Iterator[Form]:
 
 
 def rotation(subject: Subject) -> Iterator[Form]:
-    """Check RoPE (Su et al. 2021): pair (j, j + E/2) turns by position·θ^(−2j/E); products depend on distance alone.
+    """Check RoPE (Su et al. 2021): pair (j, j + E/2) turns by position·θ^(−2j/E), and products depend only on distance.
 
-    Llama 3.1's stretch of a frequency, by the turns that it makes in `rope_original` tokens.
+    Llama 3.1 scales each frequency, by the number of turns that it makes in `rope_original` tokens.
     """
     model, reset = subject.config.model, subject.config.attention.reset_positions
     half, base = model.head_dim // 2, float(model.rope_theta)
@@ -188,14 +188,14 @@ def rotation(subject: Subject) -> Iterator[Form]:
 def attention(subject: Subject) -> Iterator[Form]:
     """Check attention: equal keys give the running mean of each KV head's values; two keys a logistic weight of scores.
 
-    Where documents do not see each other, within each of them; in a window, over its keys. A cap takes a score s to
+    With a document mask, this holds within each document; with a window, over its keys. A cap changes a score s to
     cap·tanh(s / cap).
     """
     for stage in subject.of_kind("attention"):
         model, masked = subject.config.model, subject.config.attention.document_mask
         seen = {"documents": DOCUMENTS} if masked else {}
         position = np.broadcast_to(np.arange(LENGTH, dtype=np.float64), (ROWS, LENGTH))
-        # Number of earlier keys that a query sees.
+        # Number of earlier keys that a query attends to.
         in_document = within_documents() if masked else position
         window = model.window if stage.id == WINDOWED else LENGTH
         within = np.minimum(in_document, window - 1)
@@ -220,22 +220,23 @@ def attention(subject: Subject) -> Iterator[Form]:
         out = subject.run(stage.id, **given).reshape(shape_q)
         cap = model.attention_cap
         above = math.exp(cap * math.tanh(math.log(3.0) / cap)) if cap else 3.0
-        # With a window, the first key is out of sight.
+        # With a window, the first key is outside of it.
         due = np.where(in_document < window, above / (above + within), 0.0)
         due = np.broadcast_to(due[..., None, None], out.shape)
         yield stage.id, "a score of ln 3 against zeros: 3 / (3 + n)", out, due
 
 
 def within_documents() -> np.ndarray:
-    """Return the place of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
+    """Return the position of each token of DOCUMENTS in its own document, from 0: float64 (ROWS, LENGTH)."""
     return np.array([[list(row[:i]).count(row[i]) for i in range(LENGTH)] for row in DOCUMENTS], np.float64)
 
 
 def loss_head(subject: Subject) -> Iterator[Form]:
     """Check the loss: uniform logits cost ln V; a target's logit `a` above the rest costs ln(1 + (V − 1)·e^(−a)).
 
-    z-loss adds z·L² with L = logsumexp: c + ln V where every logit is c, and a plus the cost where one is a above 0.
-    A library's head gets them as products: row t of the weight is the unit vector of the token whose target is t.
+    z-loss adds z·L² with L = logsumexp: L = c + ln V if every logit is c, and L = a plus the cost if one logit is a and
+    the others 0. A library's head gets the logits as products: row t of the weight is the unit vector of the token
+    whose target is t.
     """
     vocabulary, last = subject.config.model.vocab_size, list(subject.stages().values())[-1]
     targets, shapes = subject.integers(last)["targets"], subject.shapes(last)
@@ -276,8 +277,8 @@ def _muon_by_hand(optim: OptimConfig, before: Arrays, done: int) -> tuple[Arrays
 
 
 # Rule of core/components/optimizers.py → a function of (settings, gradient after clipping, weight and moments before,
-# steps done), which returns the moments after, and the step before rate and decay. A rule without an entry has no
-# closed form.
+# steps done). It returns the moments after, and the step before learning rate and weight decay. A rule without an entry
+# has no closed form.
 BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray]]] = {
     "adamw": _adamw_by_hand,
     "muon": _muon_by_hand,
@@ -287,7 +288,8 @@ BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray
 def optimizer(subject: Subject) -> Iterator[Form]:
     """Check AdamW (Loshchilov & Hutter 2019, algorithm 2, lr on both terms) by hand, at step 3, with clipping.
 
-    Decay is decoupled, rate and decay are the group's. Muon of a matrix by its singular values (`by_singular_values`).
+    Weight decay is decoupled. Learning rate and weight decay are the group's. Muon of a matrix is checked by its
+    singular values (`by_singular_values`).
     """
     rng = np.random.default_rng(1)
     schedule, coefficient, done = 0.01, 0.5, 2
@@ -317,7 +319,7 @@ def optimizer(subject: Subject) -> Iterator[Form]:
 
 
 def by_singular_values(x: np.ndarray, steps: int) -> np.ndarray:
-    """Apply Newton–Schulz (Jordan 2024) to the singular values: each by s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵."""
+    """Apply Newton–Schulz (Jordan 2024) to the singular values: s ← 3.4445·s − 4.775·s³ + 2.0315·s⁵ in each step."""
     left, values, right = np.linalg.svd(x, full_matrices=False)
     values = values / np.linalg.norm(values)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Run single operations of a reference, without copies of large weights that it does not need."""
+"""Run single operations of a reference without unnecessary copies of large weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ALIGNMENT = 64
 
 
 def run_operation(session: RunsStages, stage: str, one: Operation, inputs: Arrays) -> Mapping[str, np.ndarray]:
-    """Run an operation's stage. A look-up gets the rows that it reads, one a token, in place of the table.
+    """Run an operation's stage.
 
-    The gradient of the table is whole all the same: each row's, summed in the order of the tokens.
+    A look-up receives only the rows that it reads, one for each token, in place of the table. The gradient of the table
+    is still complete: that of each row, summed in the order of the tokens.
     """
     if one.kind != LOOK_UP:
         return session.run_stage(stage, inputs)
@@ -33,13 +34,16 @@ def run_operation(session: RunsStages, stage: str, one: Operation, inputs: Array
 
 
 def with_amaxes(one: Operation, inputs: Arrays, amaxes: Arrays) -> Arrays:
-    """Add the amaxes for delayed scaling to the inputs of a linear layer in FP8, where it has them."""
+    """Add the amaxes for delayed scaling to the inputs of a linear layer in FP8, if there are any."""
     found = amaxes.get(one.module or "")
     return inputs if found is None else {**inputs, "amax": found}
 
 
 def aligned(x: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    """Return an array in a dtype, at an address that XLA needs no copy of; as it is if it is so already."""
+    """Return an array in a dtype, at an address that XLA does not have to copy.
+
+    An array that fits is returned unchanged.
+    """
     wanted = np.dtype(dtype)
     if x.dtype == wanted and x.ctypes.data % ALIGNMENT == 0 and x.flags.c_contiguous:
         return x

@@ -1,7 +1,7 @@
-"""Compile a reference's programs for a check's stages while the candidate runs, which leaves cores idle.
+"""Compile a reference's programs for a check's stages while the candidate runs and leaves cores idle.
 
-A stage runs forward, and with gradients: on a micro-batch of the step, and on the sequences of one that have weight.
-A stage that is not prepared is compiled when it is asked for.
+A stage runs forward only, and with gradients, on a micro-batch of the step and on its sequences with weight. A stage
+that is not prepared is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AMAXES = 3
 
 
 def prepare(reference: Reference, batch: Batch) -> None:
-    """Compile each stage in both sessions for a batch of this shape, where they can. No stage is run."""
+    """Compile each stage in both sessions for a batch of this shape, if they support it. No stage is run."""
     try:
         sides = [ask(session, PreparesStages) for session in reference.sessions]
     except NotSupported:
@@ -34,13 +34,13 @@ def prepare(reference: Reference, batch: Batch) -> None:
     micro = micro_to_probe(batch, reference.config)
     weighted = micro.rows(np.flatnonzero(probe_of(micro, reference.config).weights.any(axis=1)))
     for stage, plain, inputs in _stages(reference.config, micro, weighted):
-        # FP64 has no FP8: the truth runs the plain stage.
+        # FP64 has no FP8, so the truth runs the plain stage.
         for side, name in zip(sides, (stage, plain), strict=False):
             side.prepare_stage(name, inputs)
 
 
 def _stages(config: RunConfig, micro: Batch, weighted: Batch) -> Iterator[tuple[str, str, Arrays]]:
-    """Yield each stage's name on the side of the twin, its plain name, and inputs of the shapes that it is given."""
+    """Yield each stage's name in the twin, its plain name, and inputs of the shapes that it will get."""
     graph = graph_of(config.model, config.attention, config.loss)
     amaxes = {layer: np.zeros(AMAXES, np.float32) for layer in layers(config)}
     seen: set[str] = set()
@@ -56,7 +56,7 @@ def _stages(config: RunConfig, micro: Batch, weighted: Batch) -> Iterator[tuple[
 
 
 def _inputs(one: Operation, graph: Graph, batch: Batch) -> dict[str, np.ndarray]:
-    """Return zeros of the shapes of a stage's inputs, which take no memory, and what the stage reads of the batch."""
+    """Return zeros of the shapes of a stage's inputs, which take no memory, and its inputs from the batch."""
     found = {role: _zeros(*batch.tokens.shape, *graph.by_tap[tap].width) for role, tap in one.reads.items()}
     found |= {role: _zeros(*parameter.shape) for role, parameter in one.parameters.items()}
     if one.kind == LOOK_UP:  # `run_operation` passes it a row for each token

@@ -1,14 +1,14 @@
-"""Check the reference before it judges a candidate: a wrong one accuses honest trainers and passes faulty ones.
+"""Check the reference before it judges a candidate. A wrong one rejects honest trainers and accepts faulty ones.
 
-It opens a small model of the run's own kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is checked by
+It opens a small model of the run's kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is checked by
 
 * closed forms of every stage and of an AdamW step, in FP64 (core/parity/reference/closed_forms.py);
-* its own differences: what each stage's backward sends back, against (f(x + h·v) − f(x − h·v)) / 2h;
-* causality by gradient, through the whole model: nothing comes back from a later position or another sequence, nor
-  from another document where documents do not see each other;
-* its model against its own stages: what it computes at a tap is what that stage makes of the taps before;
-* its declared precision: FP32 products are FP32 (TF32 has 10 bits of mantissa, and is JAX's default on GPUs), and
-  under a narrower policy exactly the matrix products are rounded, by about as much as that format rounds.
+* its own differences: the gradients of each stage against (f(x + h·v) − f(x − h·v)) / 2h;
+* causality by gradient, through the whole model: no gradient from a later position or another sequence, nor from
+  another document under a document mask;
+* its model against its own stages: the value at each tap must be the stage's result from the earlier taps;
+* its declared precision: FP32 products are FP32 (TF32 has 10 bits of mantissa, and is JAX's default on GPUs), and under
+  a narrower policy exactly the matrix products are rounded, by about as much as this format rounds.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ from lockstep.core.parity.measures.verdict import Finding, Measure
 from lockstep.core.parity.reference.closed_forms import DOCUMENTS, FORMS, LENGTH, ROWS, Subject, drawn
 from lockstep.core.parity.reference.stages import chain, rounds_operands, shared_tensors, stages_of
 
-# Central differences with h = 2⁻¹⁶ are off by h² = 2e-10 times a third derivative, and by ε/h = 1e-11 from rounding.
+# Central differences with h = 2⁻¹⁶ have an error of h² = 2e-10 times a third derivative, and of ε/h = 1e-11 from
+# rounding.
 WIDTH, DIFFERENCE_LIMIT = 2.0**-16, 1e-7
-# Rounding normal numbers to unit roundoff u gives a relative error of 0.42·u (root mean square); rounding operands and
-# product, 0.73·u. Below a quarter of u, no narrower format is in force, TF32 and FP16 (u/8) included. The backward pass
-# of attention has seven roundings, some of which cancel, and stays below 4·u.
+# Rounding normal numbers to unit roundoff u gives a relative error of 0.42·u (root mean square). Rounding operands and
+# product gives 0.73·u. Below a quarter of u, no narrower format is in force, TF32 and FP16 (u/8) included. The backward
+# pass of attention has seven roundings, some of which cancel, and stays below 4·u.
 MOST_ROUNDOFFS, LEAST_ROUNDOFFS = 4.0, 0.25
-# 1 + 2⁻¹² needs 12 bits of mantissa: FP32 has 23, TF32 has 10.
+# 1 + 2⁻¹² needs 12 bits of mantissa. FP32 has 23, TF32 has 10.
 TF32_PROBE = 1.0 + 2.0**-12
 
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """The reference's check of itself: its findings, and the questions that could not be answered, in words."""
+    """The result of the reference's self-check: its findings, and the checks that were not possible, in words."""
 
     findings: tuple[Finding, ...]
     not_covered: tuple[str, ...]
 
     @property
     def wrong(self) -> tuple[Finding, ...]:
-        """Return the wrong answers, in the order of the questions."""
+        """The failed findings, in the order of the checks."""
         return tuple(f for f in self.findings if not f.ok)
 
 
 def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
-    """Call `check_reference`; raises UserError that names what the reference gets wrong."""
+    """Call `check_reference`. Raises UserError that names the first failed check."""
     check = check_reference(reference, config)
     if check.wrong:
         first, *others = check.wrong
@@ -73,7 +74,7 @@ def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
 
 
 def sound_reference(backend: Backend, config: RunConfig) -> Reference:
-    """Open a reference that judges itself first. Raises UserError that names what it gets wrong."""
+    """Open a reference and run its self-check. Raises UserError that names the first failed check."""
     return_large_blocks(config)
     opened = Reference.open(backend, config)
     try:
@@ -84,13 +85,13 @@ def sound_reference(backend: Backend, config: RunConfig) -> Reference:
 
 
 def self_checked(opened: Reference, backend: Backend) -> Reference:
-    """Return an opened reference whose backend is sound. Raises UserError as `require_sound`, on every rank."""
+    """Return an opened reference after its self-check. Raises UserError as `require_sound`, on every rank."""
     not_asked = opened.ranks.of_first(lambda: require_sound(backend, opened.config).not_covered)
     return replace(opened, not_asked=not_asked)
 
 
 def check_reference(reference: Backend, config: RunConfig) -> ReferenceCheck:
-    """Check a reference by every question. Parts that raise NotSupported, or models it cannot open, are not covered."""
+    """Run all checks of a reference. Parts that raise NotSupported, or models that it cannot open, are not covered."""
     subjects = Subjects(reference, small(config))
     questions: tuple[tuple[str, Callable[[Subjects], Iterator[Finding]]], ...] = (
         ("closed forms", _closed_forms),
@@ -118,7 +119,7 @@ def small(config: RunConfig) -> RunConfig:
     heads = 4
     kv_heads = {model.heads: heads, 1: 1}.get(model.kv_heads, 2)
     sizes = {"vocab_size": 40, "hidden": 32, "layers": 2, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": 24}
-    # A head width other than hidden / heads is kept; a window ends inside the sequences.
+    # A head width other than hidden / heads is kept. A window ends inside the sequences.
     sizes |= {"head_width": 12 if model.head_width else 0, "window": 3 if model.window else 0, "positions": LENGTH + 1}
     train = {"batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH, "ranks": 1, "curriculum": ""}
     return config.model_copy(
@@ -131,7 +132,7 @@ def small(config: RunConfig) -> RunConfig:
 
 
 class Subjects:
-    """Sessions of the reference at a small model, one a policy, opened when first used."""
+    """Sessions of the reference at a small model, one for each policy, opened at first use."""
 
     def __init__(self, reference: Backend, config: RunConfig) -> None:
         self.policy = config.precision.policy
@@ -139,13 +140,16 @@ class Subjects:
         self._opened: dict[str, Subject] = {}
 
     def at(self, policy: str) -> Subject:
-        """Return the session at a policy. Raises NotSupported if the reference cannot open it or runs no stages."""
+        """Return the session at a policy.
+
+        Raises NotSupported if the reference cannot open it or does not run stages.
+        """
         if policy not in self._opened:
             precision = PrecisionConfig.model_validate({"policy": policy})
             config = self._config.model_copy(update={"precision": precision})
             try:
                 session = self._reference.open(config)
-            except Exception as error:  # a foreign reference, which may not support another model than the run's
+            except Exception as error:  # a foreign reference, which may support no other model than the run's
                 raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
             ask(session, RunsStages)
             if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
@@ -154,7 +158,7 @@ class Subjects:
         return self._opened[policy]
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the opened sessions."""
         for subject in self._opened.values():
             subject.session.close()
 
@@ -188,7 +192,7 @@ def _derivatives(subjects: Subjects) -> Iterator[Finding]:
 def _causality(subjects: Subjects) -> Iterator[Finding]:
     """Check causality with the loss of one position: later positions and the other sequence get zero gradients.
 
-    Where documents do not see each other, positions of earlier documents get zeros too.
+    Under a document mask, positions of earlier documents get zeros too.
     """
     truth = subjects.at("fp64")
     masked = truth.config.attention.document_mask
@@ -206,21 +210,21 @@ def _causality(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _batch(config: RunConfig, weights: np.ndarray) -> Batch:
-    """Return every token another one; documents where the run uses them."""
+    """Return a batch of different tokens, with documents if the run uses them."""
     tokens = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     documents = DOCUMENTS if config.attention.needs_documents else None
     return Batch(tokens, tokens[:, ::-1].copy(), weights, documents)
 
 
 def _wiring(subjects: Subjects) -> Iterator[Finding]:
-    """Check every stage of every layer from the taps that it reads, and the gradients that it sends back."""
+    """Check every stage of every layer from its input taps, and its gradients."""
     truth = subjects.at("fp64")
     params = truth.session.state().params
     batch = uneven_weights(_batch(truth.config, np.ones((ROWS, LENGTH), np.float32)), 0)
     taps = truth.session.observe(batch, observed_names(truth.config))
     if unseen := [one.tap for one in stages_of(truth.config) if one.tap not in taps]:
         raise NotSupported(f"it shows no {unseen[0]}")
-    # Shared tensors have several senders, and a value that is 0 in exact arithmetic has no digits to compare.
+    # Shared tensors have several consumers, and a value that is 0 in exact arithmetic has no digits to compare.
     shared = {one.name for one in shared_tensors(truth.config)} | cancelled(truth.config.model).keys()
     basis = "the model's own stage on the model's own taps, in FP64"
     for stage in stages_of(truth.config):
@@ -276,7 +280,7 @@ def _precision(subjects: Subjects) -> Iterator[Finding]:
 
 
 def _not_tf32(subject: Subject) -> Iterator[Finding]:
-    """Check for TF32: a unit vector, a little longer than one, keeps every FP32 bit through a matrix product."""
+    """Check for TF32: a unit vector times 1 + 2⁻¹² keeps every FP32 bit through a matrix product."""
     for name, stage in subject.stages().items():
         if "weight" not in stage.params or not rounds_operands(name) or stage.kind == "library_head":
             continue

@@ -1,4 +1,4 @@
-"""Run twin and truth through one batch together, so that each array is compared as soon as both have made it."""
+"""Run twin and truth on one batch together, so that each array is compared as soon as both have computed it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.core.train.loss_scale import SCALE
 
 @dataclass(frozen=True)
 class Made:
-    """An array of twin and truth, in their stream dtypes. name: as `Chain.run` gives it."""
+    """An array of twin and truth, in their stream dtypes. name: as from `Chain.run`."""
 
     name: str
     twin: np.ndarray
@@ -29,12 +29,11 @@ class Made:
 def passes(
     reference: Reference, state: State, batch: Batch, names: Collection[str], weight: float | None = None
 ) -> Iterator[Made]:
-    """Yield the requested arrays of one batch at a state, in the order and under the names of `Chain.run`.
+    """Yield the requested arrays of one batch at a state, in the order and with the names of `Chain.run`.
 
-    weight: what the loss Σ weight·nll is divided by, by default the batch's own Σ weight.
-
-    A reference that does not run single stages takes the state and computes everything at once; gradients then come
-    before taps. Raises NotSupported if it cannot do that either.
+    weight: divisor of the loss Σ weight·nll; by default the batch's own Σ weight.
+    A reference that does not run single stages loads the state and computes all arrays at once. Gradients then come
+    before taps. Raises NotSupported if it cannot do this either.
     """
     if reference.config.parity.reference_devices == 1:
         begun = _begun(_chains(reference, state, batch, names, weight))
@@ -45,7 +44,7 @@ def passes(
 
 
 def _begun(made: Iterator[Made]) -> Iterator[Made] | None:
-    """Run the head both ways and return the same iterator; None if the reference cannot run the chain."""
+    """Run the head's passes, and return the same iterator; None if the reference cannot run the chain."""
     try:
         return itertools.chain([next(made)], made)
     except StopIteration:
@@ -72,7 +71,7 @@ def _chains(
             ranks=config.train.ranks if narrow else 1,
             amaxes=amaxes,
         ),
-        # FP64 has no FP8: the truth runs the plain stages.
+        # FP64 has no FP8, so the truth runs the plain stages.
         *(Chain(side, config, state.params, np.float64, scale=scale, amaxes=amaxes) for side in sides[1:]),
     ]
     yield from _together([one.run(batch, names, weight) for one in chains])

@@ -1,7 +1,7 @@
-"""The chain of a step: its links, their phases, and where each stands. Forward links are the operations of the graph.
+"""The chain of a step: its links, their phases and their order. Forward links are the operations of the graph.
 
-Ids appear as `stage` in verdicts. A forward stage has a backward as well, under the same id with phase `backward`.
-`place` gives the position of a link in the chain of a step; the first broken link is the origin.
+Ids appear as `stage` in verdicts. A forward stage also has a backward pass, with the same id and the phase `backward`.
+`place` gives the position of a link in the chain of a step. The first broken link is the origin.
 """
 
 from __future__ import annotations
@@ -33,14 +33,21 @@ LAST_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Chain:
-    """The links of a step, in order: every one that a step of any family can have.
+    """The links of a step, in order. It has every link that a step of any family can have.
 
-    kinds: forward stage id → kind of its operation, in the order of the chain. before: those ahead of the blocks.
-    phases: stage id → the phase in which it first acts, in the order of the chain. `compiler`: the program that trains
-    against the tapped one. `gradients`: what the session gives as a micro-batch's gradients against what its program
-    made. `reduction`: the gradients that ranks share against each rank's own. `evaluation`: the scores of held-out
-    tokens. `fp8_amax`: what FP8's delayed scaling remembers. `record`: numbers of a step's record that no other
-    link reads. `sampling`: logits that are made with a cache. order: stage id → its number.
+    kinds: forward stage id → kind of its operation, in the order of the chain.
+    before: ids of the stages before the blocks.
+    phases: stage id → the phase in which it first acts, in the order of the chain.
+    order: stage id → its number.
+
+    Links that are not stages of the model, among others:
+    - `compiler`: the training program against the tapped one.
+    - `gradients`: the gradients that the session returns for a micro-batch against those of its program.
+    - `reduction`: the gradients that ranks share against each rank's own.
+    - `evaluation`: the scores of held-out tokens.
+    - `fp8_amax`: the amax history of FP8's delayed scaling.
+    - `record`: numbers of a step's record that no other link reads.
+    - `sampling`: logits that are computed with a cache.
     """
 
     kinds: dict[str, str]
@@ -59,7 +66,7 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
     kinds: dict[str, str] = {}
     before: set[str] = set()
     order: list[str] = []
-    # A window, and a cap on logits, are stages of their own; two blocks show a model with a window and one without.
+    # A window, and a cap on logits, are separate stages. Two blocks show a model with a window and one without.
     options: tuple[dict[str, Any], ...] = ({}, {"window": 1, "logits_cap": 1.0})
     for (family, _), option, head in itertools.product(families, options, heads):
         model = ModelConfig(family=family, layers=2, **option)
@@ -83,7 +90,7 @@ def _chain(families: tuple[tuple[str, Family], ...], heads: tuple[str, ...]) -> 
 
 
 def _merge(order: list[str], ids: Iterable[str]) -> None:
-    """Insert ids that `order` lacks after the one that they follow."""
+    """Insert the ids that `order` lacks, each after the one that it follows."""
     at = 0
     for id in ids:
         if id in order:
@@ -99,18 +106,18 @@ def is_forward(stage: str) -> bool:
 
 
 def is_library_head(stage: str) -> bool:
-    """Return whether a stage is a library's loss head: logits and NLL in one."""
+    """Return whether a stage is a library's loss head, which computes logits and NLL together."""
     return chain().kinds.get(stage) == "library_head"
 
 
 def rounds_operands(stage: str) -> bool:
-    """Return whether a stage rounds operands to the policy's format, so that the twin's error is that rounding's."""
+    """Return whether a stage rounds operands to the policy's format. This rounding then dominates the twin's error."""
     kind = chain().kinds.get(stage)
     return kind is not None and KINDS[kind].rounds_operands
 
 
 def keeps_product(stage: str, role: str) -> bool:
-    """Return whether a stage's output (role OUTPUT), or its gradient of an input, is a product that stays unrounded."""
+    """Return whether an output (role OUTPUT), or the gradient of an input, is a product that stays unrounded."""
     kind = chain().kinds.get(stage)
     return kind is not None and role in KINDS[kind].kept
 
@@ -121,15 +128,15 @@ def library_heads() -> tuple[str, ...]:
 
 
 def is_operation(stage: str) -> bool:
-    """Return whether a stage is a single operation of a program, `aten.gelu`, as `watch(operations=)` judges them."""
+    """Return whether a stage is a single operation of a program, such as `aten.gelu` (`watch(operations=)`)."""
     return "." in stage
 
 
 def place(stage: str, phase: str, layer: int | None) -> tuple[int, int, int]:
     """Return the position of a link in the chain of a step, as a sort key. Backward is the forward chain in reverse.
 
-    Single operations of a program come before the links that are made of them, and are found in the order in which they
-    ran. Raises KeyError for a stage that no family has.
+    Single operations of a program come before the other links of their phase, in the order in which they ran. Raises
+    KeyError for a stage that no family has.
     """
     if is_operation(stage):
         return (1 if phase == "forward" else 2, -LAST_BLOCK, 0)
@@ -149,16 +156,17 @@ def stages_of(config: RunConfig) -> Sequence[Operation]:
 def forward_stages(
     model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None
 ) -> Sequence[Operation]:
-    """Return every forward stage of the model in the order of the chain, as `graph_of` gives them."""
+    """Return every forward stage of the model in the order of the chain, as from `graph_of`."""
     return graph_of(model, attention, loss).operations
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor whose gradient several stages send back: its gradient is the sum of theirs.
+    """A tensor with several consumers. Its gradient is the sum of theirs.
 
-    name: tap or parameter. producer: the stage that writes it (for a parameter, the first to read it and the last to
-    send its part). consumers: (stage, role, edge); the edge is None where a part has no name of its own.
+    name: tap or parameter.
+    producer: the stage that writes it; for a parameter, the first stage to read it, whose part is the last of the sum.
+    consumers: (stage, role, edge); the edge is None if the part has no separate name.
     """
 
     name: str
