@@ -53,7 +53,7 @@ def _observe_parts(found: Gathering) -> None:
 
 
 def _observe_reweighted(found: Gathering) -> None:
-    """In a thorough check, observe the gradients of the first micro-batch with other loss weights."""
+    """Observe the gradients of the first micro-batch with other loss weights, in a thorough check."""
     config, first = found.config, found.micros[0]
     observed = found.own or not has_parts(config, found.batch)
     if found.thorough and config.train.ranks == 1 and observed and first.weights.any():
@@ -102,7 +102,7 @@ def _evaluate(found: Gathering, likeliest: Likeliest) -> None:
 
 
 def _sum_up(found: Gathering) -> None:
-    """In a thorough check, sum the gradients of several micro-batches: on one rank, and over ranks."""
+    """Sum the gradients of several micro-batches, on one rank and over ranks, in a thorough check."""
     session, config, before, micros = found.session, found.config, found.before, found.micros
     if not found.thorough or found.probed is None:
         return

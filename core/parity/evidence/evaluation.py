@@ -57,8 +57,8 @@ def evaluated(
 ) -> Arrays:
     """Return scores of the sequences of `tapped` with weight, by `key`, and their `targets` (n, S).
 
-    Of the other sequences only the NLL of their own targets is returned, under `key` + OTHERS. The whole micro-batch is
-    evaluated, because its sequences may share scales of FP8.
+    Other sequences have only the NLL of their own targets, under `key` + OTHERS. The whole micro-batch is evaluated,
+    because its sequences may share scales of FP8.
     likeliest: the candidate's likeliest tokens in the sequences with weight.
     missing: receives what the session cannot do.
     """

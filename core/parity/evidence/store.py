@@ -284,7 +284,7 @@ class FolderStore:
         return Stored(self, kind)
 
     def lend(self, ranks: Ranks, of: str) -> None:
-        """Let every rank read, before `finish`, the tensors that rank 0 has put under kinds that begin with `of`."""
+        """Share with every rank, before `finish`, the tensors that rank 0 has put under kinds that begin with `of`."""
         lent = ranks.of_first(lambda: {k: dict(tensors) for k, tensors in self._entries.items() if k.startswith(of)})
         self._lent |= lent if self.rank else {}
 

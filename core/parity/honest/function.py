@@ -22,7 +22,7 @@ SMALLEST = {"bfloat16": -126, "float16": -14, "float32": -126, "float64": -1022}
 
 @dataclass(frozen=True)
 class Given:
-    """One input of the user.
+    """An input of the user.
 
     original: the input as it was given.
     values: float64 numbers rounded to `dtype`, in which the function receives them. None for an input that is not

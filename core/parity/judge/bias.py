@@ -20,7 +20,7 @@ differences of any distribution). It never exceeds G, because a single check wou
 
 **Systematic and honest differences.** Two correct libraries also have constant differences: FMA or not, rsqrt or 1/√.
 In 300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
-0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016). That of the gain reached 0.25·G (first moments, where the
+0.061·D and 0.084 (first moments; RMSNorm 0.025, RoPE 0.016). For the gain it reached 0.25·G (first moments, where the
 twin's compiler fuses the multiply and the add; RMSNorm 0.13·G, attention 0.11·G). Without an allowance each of these
 becomes an alarm after some hundred checks. The allowance is twice the measured value: β = min(D/8, 0.17) and G/2. With
 it::

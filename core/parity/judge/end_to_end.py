@@ -86,7 +86,7 @@ class Shown(Protocol):
     """A function that receives both gradients of a parameter on the tapped micro-batch while they are in memory."""
 
     def __call__(self, name: str, twin: np.ndarray, truth: np.ndarray, errors: int) -> None:
-        """Process both gradients of the parameter `name`.
+        """Receive both gradients of the parameter `name`.
 
         errors: as in `Repeated`.
         """

@@ -139,7 +139,7 @@ class Rerun:
         self._session.close()
 
     def _into(self, step: int) -> None:
-        """If a branch of the run begins at this step, open a session for it with the state of the last one."""
+        """Open a session with the state of the last one if a branch of the run begins at this step."""
         if self._config_of(step) != self._config:
             self._load(self._session.state(), step)
 

@@ -417,8 +417,7 @@ class ShadowPart:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Wait for the writer thread: a thread that frees memory during the interpreter's shutdown aborts the process.
-        """
+        """Wait for the writer thread. A thread that frees memory in the interpreter's shutdown aborts the process."""
         self._writer.shutdown(cancel_futures=kind is not None)
 
 

@@ -45,7 +45,7 @@ LINKS = {
 
 @dataclass
 class Cut:
-    """One rank's part of a sharded tensor.
+    """A rank's part of a sharded tensor.
 
     local: the numbers of this rank.
     ranks: the layout, an array of rank numbers.
@@ -123,7 +123,7 @@ class Gathered:
 
 @dataclass
 class Reading:
-    """What one rank reads during a step.
+    """The reading of a step on one rank.
 
     digests: moment and kind → name → digest, for tensors that are not sharded.
     """
@@ -151,7 +151,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's contribution to a check.
+    """A rank's contribution to a check.
 
     digests: as in `Reading`.
     between: findings of this rank about weights and moments between two steps.
