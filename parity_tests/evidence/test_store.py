@@ -156,7 +156,7 @@ def test_both_stores_give_the_same_digests_and_parts(folder):
         memory.put("taps", name, np.asarray(array).astype(np.asarray(array).dtype.newbyteorder("=")))
         assert memory.digest("taps", name) == opened.digest("taps", name)
         assert np.array_equal(memory.part("taps", name, 1, 3), opened.part("taps", name, 1, 3), equal_nan=True)
-    for one, why in ((memory, "exists already"), (opened, "is finished, and takes no taps/loss")):
+    for one, why in ((memory, "exists already"), (opened, "is finished: taps/loss cannot be added")):
         with pytest.raises(ValueError, match=why):
             one.put("taps", "loss", np.zeros(1))
         with pytest.raises(KeyError):

@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: assert_honest(gelu, gelu, [X], "fp8"), "it is bf16, fp16 or fp32"),
     "fp64": (lambda: assert_honest(gelu, gelu, [X], torch.float64), "it is bf16, fp16 or fp32"),
     "one tensor": (lambda: assert_honest(gelu, gelu, cast(Any, X), "bf16"), r"write \[x\] for one"),
-    "a list in the inputs": (lambda: assert_honest(gelu, gelu, [[X, X]], "bf16"), "hand in each by itself"),
+    "a list in the inputs": (lambda: assert_honest(gelu, gelu, [[X, X]], "bf16"), "pass each separately"),
     "complex": (lambda: assert_honest(gelu, gelu, [X.to(torch.complex64)], "bf16"), "complex64"),
     "out of range": (lambda: assert_honest(gelu, gelu, [X * 1e6], "fp16"), "outside the range of float16"),
     "bounds": (lambda: assert_honest(gelu, gelu, [X], "bf16", bounds={"exces": 2.0}, reason="x"), "no 'exces'"),
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: assert_honest(torch.log, torch.log, [-X.abs()], "bf16"), "nothing can be judged of output: plain's"
     ),
     "no gradient": (lambda: assert_honest(detached, detached, [X], "bf16"), "plain gives no gradient to x"),
-    "no digit": (lambda: assert_honest(lambda x: x * 1, there_and_back, [X], "bf16"), "zeros would do as well"),
+    "no digit": (lambda: assert_honest(lambda x: x * 1, there_and_back, [X], "bf16"), "zeros would be as good"),
 }  # fmt: skip
 
 

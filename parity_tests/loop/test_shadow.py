@@ -137,7 +137,7 @@ def test_no_more_checks_wait_than_the_budget_of_the_disk_holds() -> None:
     with Shadow(with_budget(checked(queue=9), disk_gb=two), f"{REFERENCES}:Late") as shadow:
         for seed in range(3):
             step(shadow, session, seed)
-        said = f"the reference is still busy with 2 earlier checks; parity.disk_gb = {two:g} holds no more"
+        said = f"the reference is still busy with 2 earlier checks; parity.disk_gb = {two:g} has no room for more"
         assert skipped(list(shadow.collect())) == {3: said}
         size = sum(file.stat().st_size for file in shadow._folder.rglob("*.safetensors"))
         assert size <= two * GB

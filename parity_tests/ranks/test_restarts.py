@@ -208,7 +208,7 @@ def test_ranks_must_see_the_run_and_run_the_same(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as other:
         other.setattr(peer_session, "token", elsewhere)
-        with pytest.raises(UserError, match=r"rank 1 on .* does not see .*: it must lie where all nodes have it"):
+        with pytest.raises(UserError, match=r"rank 1 on .* does not see .*: all nodes must have it"):
             session.require_shared(tmp_path)
     monkeypatch.setattr("lockstep.torch_backend.ranks.node_check._fingerprint", lambda version: "changed")
     with pytest.raises(UserError, match=r"rank 1 on .* does not run what rank 0 on .* does: torch .* and Lockstep"):

@@ -103,7 +103,7 @@ def test_a_mended_candidate_agrees_and_is_said_to_do_otherwise(capsule):
 
     again = replay_capsule(read_capsule(capsule), TorchBackend(), JaxBackend())
     assert again.check is not None and again.check.verdict == "agreed"
-    assert "came out otherwise than when it was packed: loss" in again.notes[0]
+    assert "record differs from the packed one: loss" in again.notes[0]
 
 
 def test_one_of_the_same_step_is_kept(capsule, made):

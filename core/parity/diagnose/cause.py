@@ -107,7 +107,7 @@ def _all_kept(config: RunConfig) -> RunConfig | str:
 
 def _full_loss(config: RunConfig) -> RunConfig | str:
     if config.loss.chosen.whole:
-        return "the logits are there at once already"
+        return "the logits are already computed at once"
     return config.model_copy(update={"loss": config.loss.model_copy(update={"head": "full"})})
 
 
@@ -123,7 +123,7 @@ def _math_attention(config: RunConfig) -> RunConfig | str:
 
 def _flash_attention(config: RunConfig) -> RunConfig | str:
     if not config.attention.chosen.written_out:
-        return "attention is a fused kernel's already"
+        return "attention is already a fused kernel"
     return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": "flash"})})
 
 

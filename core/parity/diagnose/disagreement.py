@@ -247,7 +247,7 @@ def _state_into(store: Store, session: Session, config: RunConfig) -> State:
 def _put_back(session: Session, state: State, config: RunConfig) -> None:
     """Load the session's own state and verify it. Raises UserError if it differs."""
     session.load(state)
-    require_taken_over(session, config, state, "what it held before a step was run again")
+    require_taken_over(session, config, state, "its state before the step was run again")
 
 
 def _same_origin(one: Check, other: Check) -> bool:

@@ -141,19 +141,19 @@ def _parts(origin: Finding, evidence: Evidence, check: Check, config: RunConfig)
     if origin.stage in ("gradients", "compiler"):
         return _two_programs(origin, evidence, check)
     if origin.stage == "accumulation" and OWN in origin.note:
-        return _nothing(check, "the step's own micro-batches were observed by sketches alone")
+        return _nothing(check, "of the step's own micro-batches there are only sketches")
     if origin.stage == "accumulation" and evidence.accumulated:
         parts = {f"part.{i}": part[origin.tap] for i, part in enumerate(evidence.accumulated.parts)}
         whole = {"candidate.whole": evidence.accumulated.whole.grads[origin.tap]}
         facts = {"shares": evidence.accumulated.shares, "ulp": FEW_ULPS}
-        return _Parts(("sum",), parts | whole, facts, "Gradients of micro-batches apart, and what they were summed to.")
+        return _Parts(("sum",), parts | whole, facts, "Gradients of separate micro-batches, and their sum.")
     if origin.stage == "tokens":
         batch = {f"input.{key}": array for key, array in evidence.batch.arrays.items()}
         return _Parts(("tokens",), batch, {"consumed": evidence.record.digest, "due": evidence.due})
     if origin.stage == "weights" and origin.tap == "initial":
         due, found = init_parameters(config.model, config.seed), evidence.before.params
         name = next((n for n in due if not np.array_equal(due[n], found[n])), next(iter(due)))
-        words = "the weights at step 0", f"what the seed makes them (core/model/init.py): {name}"
+        words = "the weights at step 0", f"the weights that follow from the seed (core/model/init.py): {name}"
         return _pair(found[name], due[name], *words, allowed=0.0)
     if origin.stage == "checkpoint" and evidence.reloaded:
         now, then = flat(evidence.reloaded), flat(evidence.after)
@@ -201,7 +201,7 @@ def _of_stage(origin: Finding, evidence: Evidence, check: Check, config: RunConf
     accused = [f"grad.{role}" for role, total in roles.items() if origin.tap in (total, stage.sends(role))]
     facts["accused"] = accused if origin.phase == "backward" else ["out"]
     scopes = {
-        "end_to_end": "\nThe check found it only end to end: by itself this stage may be right.",
+        "end_to_end": "\nThe check found it only end to end: from its own inputs this stage may be correct.",
         "over_steps": "\nThe check found a bias summed over steps: in one step it may be within rounding.",
     }
     of = f", of {len(evidence.weighted.tokens)} sequences" if stage.reads else ""
@@ -258,7 +258,7 @@ def _of_sum(shared: Shared, evidence: Evidence, check: Check) -> _Parts:
     total = evidence.taps.get(GRADIENT + shared.name)
     whole = {} if total is None else {"candidate.whole": total}
     facts = {"shares": [1.0] * len(parts), "ulp": FEW_ULPS}
-    return _Parts(("sum",), parts | whole, facts, "Gradients that several stages send back, and their sum.")
+    return _Parts(("sum",), parts | whole, facts, "Gradients from several stages, and their sum.")
 
 
 def _limits(stage: Operation, origin: Finding, check: Check) -> dict[str, dict[str, tuple[Any, Any]]]:
@@ -287,7 +287,7 @@ def _loss_backward(evidence: Evidence) -> _Parts:
     if found is not None and found.shape == part.weights.shape:
         tensors["candidate.out"] = found
     facts = {"total": float(evidence.tapped.weights.sum(dtype=np.float64)), "ulp": FEW_ULPS}
-    return _Parts(("loss_backward",), tensors, facts, "The gradient that the loss sends to each token's NLL.")
+    return _Parts(("loss_backward",), tensors, facts, "The gradient of the loss with respect to each token's NLL.")
 
 
 def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
@@ -321,7 +321,7 @@ def _scalar(origin: Finding, evidence: Evidence, config: RunConfig) -> _Parts:
 
 def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig) -> _Parts:
     if origin.is_mean:
-        return _nothing(check, "a length that is wrong in all matrices by less than each of them is rounded")
+        return _nothing(check, "an error of length in all matrices, smaller than the rounding error of each")
     if later := as_step_of(origin.tap, evidence, config):
         tap, evidence, where, shape = later
         suffix = origin.tap.removeprefix(tap)
@@ -357,7 +357,7 @@ def _update(origin: Finding, evidence: Evidence, check: Check, config: RunConfig
         "weight_decay": settings.weight_decay,
         "limits": {key: _bounds(judged[found]) for key, found in keys.items() if found in judged},
     }
-    about = f"{rule.title} on {name}: state and gradient before, what the step made of them."
+    about = f"{rule.title} on {name}: state and gradient before the step, and its results."
     return _Parts((f"update_{rule.bounds or 'adamw'}", "update"), tensors, facts, about)
 
 
@@ -373,14 +373,14 @@ def _two_programs(origin: Finding, evidence: Evidence, check: Check) -> _Parts:
     if origin.scope == "local" and measure is not None and measure.high is not None:
         if measure.name == "ulp" and raw is not None and given is not None:
             allowed = measure.high * float(np.finfo(raw.dtype).eps) * float(np.linalg.norm(raw.astype(np.float64)))
-            return _pair(given, raw, f"what the session gives as the gradient of {name}", program, allowed)
+            return _pair(given, raw, f"the session's gradient of {name}", program, allowed)
         one = given if raw is None else raw
         if measure.name == "twin_distance" and one is not None and tapped is not None:
             # The check's distance is in units of the twin's error, so the quotient of the two is this unit.
             apart = float(np.linalg.norm(one.astype(np.float64) - tapped.astype(np.float64)))
             allowed = measure.high * apart / measure.value if measure.value else 0.0
             return _pair(one, tapped, f"{program}: {name}", "the same from the tapped program", allowed)
-    why = "the gradient of a parameter end to end: its FP64 answer takes the whole model"
+    why = "the gradient of a parameter end to end: its FP64 result needs the whole model"
     return _nothing(check, why, _whatever(origin, evidence))
 
 

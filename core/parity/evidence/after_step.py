@@ -130,10 +130,10 @@ def _try_checkpoint(found: Gathering) -> None:
 
 def _name_left_out(found: Gathering) -> None:
     """List the parts that a check during training leaves out."""
-    found.missing.append("the checkpoint's round trip: a check during training leaves the state alone")
-    found.missing.append("sampling: a check during training leaves it to `lockstep parity`")
-    found.missing.append("the largest attention logits: a check during training leaves them to `lockstep parity`")
+    found.missing.append("the checkpoint's round trip: a check during training does not load a state")
+    found.missing.append("sampling: `lockstep parity` checks it, a check during training does not")
+    found.missing.append("attention logits: `lockstep parity` checks them, a check during training does not")
     if found.config.train.accumulation > 1:
-        found.missing.append("accumulation of micro-batches that weigh differently: in `lockstep parity`")
+        found.missing.append("accumulation of micro-batches with different weights: `lockstep parity` checks it")
     if found.config.train.ranks > 1:
         found.missing.append("reduced gradients against each rank's own: a check during training does not compute them")

@@ -20,7 +20,7 @@ class Changed:
         try:
             self._state = UnchangedState(session)
         except NotSupported as reason:
-            missing.append(f"whether passes that only look leave the state alone: {reason}")
+            missing.append(f"whether passes that only read change the state: {reason}")
 
     @property
     def sums(self) -> Mapping[str, float]:

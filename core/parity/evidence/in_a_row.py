@@ -375,9 +375,9 @@ def _same(one: np.ndarray, other: np.ndarray | None) -> bool:
 def _stale(what: str, seen: Arrays, apart: _Apart, moved: bool) -> tuple[str, ...]:
     """Describe the stale weights that scores or samples after a step use. moved: the step changed the weights."""
     if not _same(seen[what], apart.seen[what]):
-        return ("not those of the same state, loaded",)
+        return ("other results than after loading the same state",)
     if moved and _same(apart.seen[what], apart.seen_before.get(what)):
-        return ("those of the state before the step",)
+        return ("the results of the state before the step",)
     return ()
 
 

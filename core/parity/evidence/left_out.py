@@ -62,7 +62,7 @@ def _wrong(
     try:
         sums = ask(session, ShowsChecksums).state_checksums()
     except NotSupported as reason:
-        missing.append(f"whether {WHAT} leaves the state alone: {reason}")
+        missing.append(f"whether {WHAT} changes the state: {reason}")
     try:
         record = session.step(batch)
         told = is_finite(record)

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.core.backend import Batch, NotSupported, Session
 from lockstep.core.capabilities import ReadsBack, ask
 
-WHAT = "what the step's program was given, read back from its device"
+WHAT = "the inputs of the step's program, read back from its device"
 
 
 def reading_back(session: Session, missing: list[str]) -> Callable[[Batch], dict[str, int]]:
@@ -32,7 +32,7 @@ def reading_back(session: Session, missing: list[str]) -> Callable[[Batch], dict
     def counted(batch: Batch) -> dict[str, int]:
         kept = shows.inputs_kept()
         if not kept:
-            missing.append(f"{WHAT}: the step kept nothing")
+            missing.append(f"{WHAT}: the step kept no inputs")
         return {name: _mismatches(array, batch.arrays[name]) for name, array in kept.items()}
 
     return counted

@@ -53,7 +53,7 @@ def round_trip(
                     restored()
             load(loaded)
     except (NotSupported, ValueError, KeyError) as reason:  # the check itself reports wrong names
-        missing.append(f"the checkpoint's round trip: the session does not take its state back: {reason}")
+        missing.append(f"the checkpoint's round trip: the session does not load its own state: {reason}")
         return None
     reloaded = state_into(store, "reloaded", session)
     wrong = miscounted(session, reloaded.updates)

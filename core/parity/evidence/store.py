@@ -204,8 +204,8 @@ class FolderStore:
         """Open the folder that rank 0 has made, for writing. Raises UserError if this rank does not see it."""
         if not folder.is_dir():
             raise UserError(
-                f"rank {rank} does not see {folder}, where rank 0 keeps evidence: it must lie where all nodes have it, "
-                "by the same name (TMPDIR names another place)"
+                f"rank {rank} does not see {folder}, the folder of rank 0's evidence: all nodes must have it "
+                "under the same name (TMPDIR selects another place)"
             )
         made = cls(folder)
         made.rank, made.ranks = rank, ranks
@@ -222,7 +222,7 @@ class FolderStore:
     def put(self, kind: str, name: str, array: np.ndarray) -> None:
         """Implement `Store.put`. A tensor with bytes, dtype and shape of a stored one is not written again."""
         if self.finished:
-            raise ValueError(f"{self.folder} is finished, and takes no {kind}/{name}")
+            raise ValueError(f"{self.folder} is finished: {kind}/{name} cannot be added")
         if name in (of_kind := self._entries.setdefault(kind, {})):
             raise ValueError(f"{kind}/{name} exists already")
         array = np.asarray(array)

@@ -127,7 +127,7 @@ def given(name: str, original: Any, dtype: str | None, differentiate: bool, para
     """
     inside = original.values() if isinstance(original, dict) else original
     if isinstance(inside, (list, tuple)) and any(hasattr(x, "dtype") for x in inside):
-        raise UserError(f"inputs: {name} holds arrays in a {type(original).__name__}: hand in each by itself")
+        raise UserError(f"inputs: {name} holds arrays in a {type(original).__name__}: pass each separately")
     if not hasattr(original, "dtype") or not hasattr(original, "shape"):
         return Given(name, original, None, "", (), False)
     kind = dtype_of(original)

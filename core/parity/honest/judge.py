@@ -46,13 +46,13 @@ def judge(
             sides[2].answers.append(functions.truth(values, True, cotangents))
     found = list(_judged(sides, truth, bounds, reason))
     written = sorted(set(sides[0].answers[0].written) - set(sides[1].answers[0].written))
-    found += [Judged(f"input {name}", 0, failures=("mine wrote into it, and plain does not",)) for name in written]
+    found += [Judged(f"input {name}", 0, failures=("mine changed it, and plain does not",)) for name in written]
     if not any(one.measured is not None or one.failures or one.untold for one in found):
         raise UserError("nothing was compared: plain has no output with finite floating-point numbers")
     wanted = [one.name for one in inputs if one.differentiate]
     if wanted and all(g is None for g in exact.grads.values()):
         raise UserError(
-            f"plain gives no gradient to {', '.join(wanted)}: differentiate=False compares the forward alone"
+            f"plain gives no gradient to {', '.join(wanted)}: differentiate=False compares only the forward pass"
         )
     if all(one.ok for one in found) and (
         untold := [f"nothing can be judged of {o.name}: {o.untold}" for o in found if o.untold]

@@ -94,13 +94,13 @@ def measured_one(
         notes.append(f"mine is {own[0].dtype}, plain {twin[0].dtype}")
     found = measure(Sides(c, w, t, twin[0].dtype, response, terms), bounds, reason)
     if NO_DIGIT < found.own < NOTHING:
-        words = f"plain itself is {found.own:.2g} of the truth off at its dtype, so zeros would do as well"
+        words = f"plain's relative error at its dtype is {found.own:.2g}, so zeros would be as good"
         return Judged(name, size, untold=words, default=default)
     k, at = found.draw, found.worst
     numbers = at, k, float(c[k][at]), float(w[k][at]), float(t[k][at])
     judged = Judged(name, size, found, at=numbers, default=default)
     if found.own >= NOTHING:
-        notes.append("the truth is zero, but for FP64's own rounding")
+        notes.append("the truth is zero except for FP64's rounding error")
     if not judged.ok:
         notes += _what_it_is(c, t, found)
     return replace(judged, notes=tuple(notes))

@@ -278,7 +278,7 @@ def _reach(sides: Sides, variance: np.ndarray) -> tuple[float, str]:
     t = sides.truth[0].reshape(variance.shape)
     power = float(np.square(t).sum())
     if not power:
-        return math.inf, "the truth is zero: it has no length"
+        return math.inf, "the truth is zero, so there is no gain"
     gains = [
         float(((w - x) * x).sum()) / p
         for w, x in zip(sides.twin, sides.truth, strict=True)

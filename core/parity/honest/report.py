@@ -74,7 +74,7 @@ def _lines(one: Judged) -> Iterator[str]:
         yield f"{'  at most':{NAME}}" + "".join(f"{cell:>10}" for cell in most)
         yield from _broken(one, by_name)
     if one.untold:
-        yield from _wrapped(f"not told: {one.untold}")
+        yield from _wrapped(f"not judged: {one.untold}")
     for failure in one.failures:
         yield from _wrapped(f"WRONG {failure}")
     if one.at is not None:

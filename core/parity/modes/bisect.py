@@ -23,7 +23,7 @@ from lockstep.core.parity.modes.rerun import Rerun
 from lockstep.core.run.directory import RunDir
 
 DOES_NOT_REPEAT = (
-    "the run did there something that does not repeat: hardware, a race, another machine, other versions, or something "
+    "something there does not repeat: hardware, a race, another machine, other versions, or something "
     "outside the state that the session shows, which loading resets. Run the same steps again: what recurs at the same "
     "step with the same bits is no hardware"
 )
@@ -89,7 +89,7 @@ def bisect_run(
     other_data = _first_other_batch(recorded, batch)
     verdicts = _verdicts(run)
     for step in [step for step, line in verdicts.items() if _only_over_steps(line)]:
-        search.notes.append(f"step {step}: the run's check saw a bias over steps, which no single step shows")
+        search.notes.append(f"step {step}: the run's check detected a bias over steps, which no single step shows")
         del verdicts[step]
     try:
         search.run(max(recorded), verdicts, other_data)
@@ -98,7 +98,7 @@ def bisect_run(
         opened.close()
     cause = None
     if with_cause and search.evidence is not None and search.bad is not None:
-        progress(f"step {search.bad}: looking for the cause")
+        progress(f"step {search.bad}: searching for the cause")
         cause = find_cause(candidate, reference, here(search.bad), search.evidence, search.checks[search.bad])
     first = rerun.first_difference()
     notes = [*search.notes, *sorted(rerun.unseen)]

@@ -105,7 +105,7 @@ def replay_capsule(
         opened.close()
     notes = [unseen] if unseen else []
     if differ := differing_fields(asdict(capsule.record), asdict(evidence.record)):
-        notes.append(f"the step came out otherwise than when it was packed: {in_words(differ)}")
+        notes.append(f"the step's record differs from the packed one: {in_words(differ)}")
     return Replayed(capsule.step, "run again", check, (*notes, *_not_shown(capsule)))
 
 
@@ -203,7 +203,7 @@ def in_words(differences: list[tuple[str, Any, Any]]) -> str:
 def other_batch(step: int, size: int, note: str = "") -> Check:
     """Build the verdict on a step that consumed another batch than the data order gives."""
     basis = "equal bits, by SHA-256, with the data order at this step"
-    missing = "all that follows from the batch: the one that was consumed is not known"
+    missing = "comparisons that need the batch: the consumed one is unknown"
     return Check(step, (exact("tokens", "order", 1, size, basis, note),), (missing,))
 
 
@@ -225,7 +225,7 @@ def _from_sketches(
     probe = batch if about["probe"] == about["batch"] else tapped
     state = as_its_own(reference.config, state)
     if about["probe"] != probe.digest():
-        return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not choose",))
+        return Replayed(step, "not covered", None, ("its sketches are of sequences that this version does not select",))
     try:
         return Replayed(step, "sketches", judge_observations(found, about, state, probe, tapped, reference))
     except NotSupported as reason:

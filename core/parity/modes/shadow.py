@@ -276,7 +276,7 @@ class Shadow:
     def _reason(self) -> str:
         if self._worker.is_alive():
             by_disk = self._most_waiting < self._config.parity.queue
-            where = f"; parity.disk_gb = {self._config.parity.disk_gb:g} holds no more" if by_disk else ""
+            where = f"; parity.disk_gb = {self._config.parity.disk_gb:g} has no room for more" if by_disk else ""
             return f"{BUSY} {len(self._waiting)} earlier checks{where}"
         how = f"process has died (exit code {self._worker.exitcode})"
         if self._given_up:

@@ -153,7 +153,7 @@ class Subjects:
                 raise NotSupported(f"it opens no small model at {policy}: {_said(error)}") from error
             ask(session, RunsStages)
             if differ := sorted(session.state().params.keys() ^ parameter_shapes(config.model).keys()):
-                raise NotSupported(f"it knows the parameters by other names: {', '.join(differ[:3])}")
+                raise NotSupported(f"its parameters have other names: {', '.join(differ[:3])}")
             self._opened[policy] = Subject(session, config)
         return self._opened[policy]
 
@@ -203,8 +203,8 @@ def _causality(subjects: Subjects) -> Iterator[Finding]:
     reached = np.any(grad != 0, axis=-1)
     due = np.zeros_like(reached)
     due[0, : at + 1] = DOCUMENTS[0, : at + 1] == DOCUMENTS[0, at] if masked else True
-    before = "what came before it in its document" if masked else "what came before it"
-    basis = f"what the loss at a position reaches: itself, {before}, and nothing else"
+    before = "earlier ones of its document" if masked else "earlier ones"
+    basis = f"the gradient of the loss at a position reaches this position and {before}, and nothing else"
     wrong = Measure("mismatches", float(np.count_nonzero(reached != due)), None, 0.0, basis)
     yield Finding("attn", "causality by gradient", "backward", None, "local", (wrong,), due.size)
 
