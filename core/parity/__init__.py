@@ -1,7 +1,7 @@
-"""The parity engine: compares any two sessions through the seam of core/backend.py and names where they part.
+"""The parity engine: compare any two sessions through core/backend.py, and name the first stage that disagrees.
 
-evidence/    what a step showed        reference/   what it should have shown     measures/   distances and bounds
-judge/       the judgement of a step   modes/       the ways in                   diagnose/   what follows an alarm
-watch/       the same inside a training loop of the user's own (docs/guide/watch.md)
-honest/      one function beside its plain writing, in a user's test (docs/guide/assert_honest.md)
+evidence/    results of a step          reference/   expected results      measures/   distances and bounds
+judge/       the verdict on a step      modes/       ways to check a run   diagnose/   follow-up of an alarm
+watch/       checks in a user's own training loop (docs/guide/watch.md)
+honest/      a function against its plain version, in a user's test (docs/guide/assert_honest.md)
 """

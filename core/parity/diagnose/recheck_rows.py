@@ -30,7 +30,7 @@ from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
 from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
 
-# A judge of evidence on other sequences. It returns the evidence to keep, and the stages that are wrong.
+# A judge of evidence on other sequences, which returns the evidence to keep and the stages that are wrong.
 Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9

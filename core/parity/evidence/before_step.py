@@ -42,7 +42,7 @@ def _observe_parts(found: Gathering) -> None:
     """Observe the gradients of the step's micro-batches in separate passes, unless the step itself shows them."""
     session, config, batch = found.session, found.config, found.batch
     several = has_parts(config, batch)
-    # A thorough check has time for separate passes. They find faults that depend on the position of a micro-batch in
+    # A thorough check has time for separate passes, which find faults that depend on the position of a micro-batch in
     # the step.
     if several and not found.thorough:
         found.shows_parts = parts_of_step(session, config)

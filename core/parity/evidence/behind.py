@@ -18,7 +18,7 @@ WAITING_BYTES = 128 << 20
 
 
 class Behind:
-    """A queue of tensors for a thread. It holds at most `most` bytes, or a single tensor."""
+    """A queue of tensors for a thread, with at most `most` bytes, or a single tensor."""
 
     def __init__(self, thread: ThreadPoolExecutor, most: int) -> None:
         self._thread, self._most = thread, most

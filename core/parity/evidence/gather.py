@@ -1,4 +1,4 @@
-"""Gather the evidence of one step from a candidate's session. It is judged elsewhere or later.
+"""Gather the evidence of one step from a candidate's session. Judging happens elsewhere or later.
 
 Gathering does not need the reference, and judging does not need the candidate. So the same evidence serves a
 side-by-side check (`lockstep parity`) and a check in a worker process (`lockstep train --parity.every N`).
@@ -45,10 +45,11 @@ def gather(
     due: digest of the batch that the data order gives for this step.
     tapped: in a thorough check, the micro-batch whose stages are examined, from `probe_batch`. Default: the first one,
     with other sequences at every step.
-    store: receives the tensors, one at a time. Default: a store in memory. It is not finished here (`save_evidence`).
+    store: receives the tensors, one at a time. Default: a store in memory. `save_evidence` finishes a store in a
+    folder.
     validation: the validation that is due after the step. The record then has its metrics.
-    ahead: a thorough check of a run's first step also repeats it as later steps. This finds faults that begin later, so
-    a search for a fault's first step does without it.
+    ahead: a thorough check of a run's first step also repeats the step as later ones, to find faults that begin later.
+    A search for a fault's first step sets it to False.
 
     In a store of several ranks, each rank puts the tensors that it holds and returns the evidence of this part:
     `place.of_all_ranks` combines them.

@@ -1,9 +1,9 @@
 """Compare two steps in a row, as in training, with the same two steps with a check between them.
 
-A check itself acts between two steps. It computes gradients, which may clear what a step left; it reads the tensors of
-a step; and it ends with loading a state, which may refresh stale copies. A session that depends on anything outside its
-state (a copy of weights that only a load refreshes, gradients that only other passes clear, a buffer of old gradients)
-is wrong in every run and right in every check.
+A check itself acts between two steps. A check computes gradients, which may clear what a step left; a check reads the
+tensors of a step; and a check ends with loading a state, which may refresh stale copies. A session that depends on
+anything outside its state (a copy of weights that only a load refreshes, gradients that only other passes clear, a
+buffer of old gradients) is wrong in every run and right in every check.
 
 A checkpoint, an evaluation and a resume also come between steps (`Follows`).
 """
@@ -56,7 +56,7 @@ TAPS = {
 }
 # Fields of a record that the step's arithmetic sets, in its order.
 ARITHMETIC = ("loss", "grad_norm", "clip_coefficient", "lr")
-# Those among them that the model's passes set.
+# Fields of ARITHMETIC that the model's passes set.
 OF_MODEL = ARITHMETIC[:2]
 ON_RANK, AS_STEP = " on rank ", " as step "
 WHAT = "two steps in a row"

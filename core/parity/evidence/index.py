@@ -1,4 +1,4 @@
-"""The index of a folder of evidence: place and digest of each tensor. It is read as untrusted data."""
+"""The index of a folder of evidence: place and digest of each tensor. The index is read as untrusted data."""
 
 from __future__ import annotations
 

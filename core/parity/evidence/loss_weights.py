@@ -31,8 +31,8 @@ def reweighted_batches(micro: Batch) -> Iterator[Batch]:
 
     A program with a branch for weights that are all 1, or all equal, does not take this branch. The smaller weight is
     that of the first token with weight, then of the last, because an ulp may move a number across a tie and change
-    later roundings. It is smaller, so that the largest weight is exactly doubled: a library's head scales all gradients
-    by the largest.
+    later roundings. The changed weight is smaller, so that the largest weight is exactly doubled: a library's head
+    scales all gradients by the largest.
     """
     weighted = np.flatnonzero(micro.weights)
     for token in (weighted[0], weighted[-1]):

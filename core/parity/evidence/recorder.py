@@ -27,7 +27,7 @@ class Recorder:
     """
 
     def __init__(self, config: RunConfig, folder: Path | None, shadow: Shadow | ShadowPart | None) -> None:
-        """Record into `folder`. It is None on ranks that only take part in observing."""
+        """Record into `folder`, which is None on ranks that only take part in observing."""
         self._config, self._folder, self._shadow = config, folder, shadow
         self._lost: list[tuple[int, str]] = []
         self._asked = 0

@@ -20,7 +20,7 @@ K = 1021
 # multiply-shift hash alone is not enough, because its signs are regular along strides.
 GOLDEN, MULTIPLIERS, SHIFTS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B), (16, 15, 16)
 
-# The first signs are the same for every array. They are cached up to this count.
+# The first signs are the same for every array, and are cached up to this count.
 MOST_KEPT = 1 << 26
 _kept = np.zeros(0, np.int8)
 

@@ -95,7 +95,7 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """A store in memory. It keeps references to the arrays."""
+    """A store in memory, which keeps references to the arrays."""
 
     ranks = 1
 

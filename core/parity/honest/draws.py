@@ -1,8 +1,8 @@
 """Draws: the given inputs, and inputs a few roundings away from them, for which every rounding is drawn again.
 
 A relative change of at most two units in the last place preserves zeros, signs, infinities of masks, one-hot rows and
-the meaning of a function. It only changes how numbers round. Gradients of outputs are random from a seed, and equal for
-all compared functions.
+the meaning of a function. Only the roundings change. Gradients of outputs are random from a seed, and equal for all
+compared functions.
 """
 
 from __future__ import annotations

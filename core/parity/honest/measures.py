@@ -6,7 +6,7 @@ of every measure is the twin's own error. Its lower limit is the error that no k
     rounding      ulp(t)²/12, the variance of one rounding of the result to its dtype, and (2 ulp of FP32 · t)²
     summation     ρ²·(n/2)·(t² + κ²), the variance of n FP32 additions in sequence
 
-n is the count of numbers of one input, or of one output's gradient, on which a number of the result depends. It is
+n is the count of numbers of one input, or of one output's gradient, on which a number of the result depends, and is
 found by changing one number of each. κ is the response of the result to independent relative changes of all inputs. ρ =
 0.21 ulp is the root mean square of one rounding. For n terms of size τ, κ = √n·τ. If signs differ, a partial sum of k
 terms has the size √k·τ, and the variance of the roundings is ρ²·n²·τ²/2 = ρ²·(n/2)·κ². If all have one sign, its size

@@ -81,7 +81,7 @@ def _of_tensors(evidence: Evidence, reference: Reference, repeated: Repeated | N
 
     The tapped program's amaxes are those of its tensors, except that a compiler may leave out the rounding to bf16. If
     the training program has not the same bits, each of the two programs may be as far from the truth as the twin is.
-    This distance is unknown if the reference repeated nothing.
+    The twin's distance is unknown if the reference repeated nothing.
     """
     taps, config = evidence.taps, reference.config
     eager = not config.compile.enabled
@@ -124,7 +124,8 @@ def _of_micro_batches(
     """Compare a step's amaxes of inputs and gradients with the maximum over its micro-batches.
 
     The micro-batches ran inside the step or separately. A separate micro-batch has larger gradients, by the inverse of
-    its share of the loss weight. They have the same rounding if the share is a power of two and equal for all.
+    its share of the loss weight. These gradients have the same rounding if the share is a power of two and equal for
+    all.
     """
     parts, config = evidence.own_amaxes, reference.config
     micros = evidence.batch.cut(config.train)

@@ -1,6 +1,6 @@
 """Compare the largest attention logits that a record reports with the candidate's own rotated queries and keys.
 
-The logits come from a separate forward pass. Its roundings may differ from those in the program that showed q and k.
+The logits come from a separate forward pass, whose roundings may differ from those in the program that showed q and k.
 Each pass is as far from the truth as the twin is, up to MARGIN. If both factors of a product q·k have relative errors,
 its error is at most the sum of these times |q|·|k| (Cauchy and Schwarz), and so is the error of the largest product.
 """

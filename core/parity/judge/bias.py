@@ -16,7 +16,7 @@ number of independent numbers, at most the sketch's 1,021.
 
 **Bound of U.** Clean runs stayed within G / MARGIN, with G the single-step bound. So the mean of T such differences
 differs from its expectation by more than (G / MARGIN)·√(2·ln(2/p) / T) with probability at most p (Azuma 1967, for
-differences of any distribution). It never exceeds G, because a single check would then have done so.
+differences of any distribution). The mean never exceeds G, because a single check would then have exceeded G.
 
 **Systematic and honest differences.** Two correct libraries also have constant differences: FMA or not, rsqrt or 1/√.
 In 300 consecutive checks of torch against JAX (FP32 and bf16, eager, two blocks) the constant part of e/h reached
@@ -32,11 +32,12 @@ lag-one correlation ρ, E[B²] grows by (1 + ρ)/(1 − ρ). Clean runs stay wit
 MARGIN² = 4. So with ρ ≤ 0.6 a run of any length stays within the bound. Measured: |ρ| ≤ 0.08, first moments 0.21.
 
 **On a GPU** the error of a matrix unit's sums is common to all checks of a product
-(core/parity/measures/accumulators.py). It is s in units of the twin's error, and s is added to D, β and the bound of U.
+(core/parity/measures/accumulators.py). Let s be this error in units of the twin's error: s is added to D, β and the
+bound of U.
 
 **Power.** After T checks the sums detect a constant part b > bound(B)/√T, which falls from D to β: with D = 0.3 it is
-0.045 after 200 checks. They detect a pure length error u > bound(U), which falls from G to G/2. A bias smaller than β
-and G/2 is never detected.
+0.045 after 200 checks. The sums detect a pure length error u > bound(U), which falls from G to G/2. A bias smaller than
+β and G/2 is never detected.
 
 **A bias that begins late** has little weight in the history: after 5,000 clean checks its detection takes hundreds
 more. So a second sum has exponential weights (λ = 0.99, weight λᵃ for a check that is a checks old). All of the above
@@ -75,7 +76,7 @@ SYSTEMATIC_DISTANCE, SYSTEMATIC_MOST, SYSTEMATIC_GAIN = 1 / 8, 0.17, 1 / 2
 # Honest checks stay within D / MARGIN. If all of them were equal, B would be √T·D / MARGIN, which is below D up to this
 # many checks.
 LEAST_CHECKS = int(MARGIN**2) + 1
-# The curves have this many points per octave of T. This is enough for a plot: some 900 points after 10,000 checks.
+# The curves have this many points per octave of T, enough for a plot: some 900 points after 10,000 checks.
 POINTS = 128
 COLUMNS = 1 + 2 * len(MEMORIES)
 VERSION = 1

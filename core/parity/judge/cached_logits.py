@@ -44,7 +44,7 @@ MADE = (
 
 
 class CachedLogits:
-    """The logits that a candidate samples from. They are judged when the reference's logits are available."""
+    """The logits that a candidate samples from, judged when the reference's logits are available."""
 
     def __init__(self, evidence: Evidence, reference: Reference) -> None:
         self._evaluated, self._reference = evidence.evaluated, reference

@@ -1,8 +1,8 @@
 """Compare a candidate's `evaluate` with the logits of twin and truth, computed from the candidate's weights.
 
-NLL is compared as the loss is. `top1` states whether the target has the largest logit. It is exact except for ties: let
-e be `furthest` times the largest error of the twin's logits. The difference of two honest logits is within 2e of the
-truth's. So if the truth's target leads or trails by more than 2e, only one answer is correct.
+NLL is compared as the loss is. `top1` states whether the target has the largest logit, and is exact except for ties:
+let e be `furthest` times the largest error of the twin's logits. The difference of two honest logits is within 2e of
+the truth's. So if the truth's target leads or trails by more than 2e, only one answer is correct.
 
 Clean runs (`python -m lockstep.scripts.studies.clean_logits`): in 144 checks of 48 shapes for each policy, the largest
 error of a session's logits was at most FURTHEST times the twin's. In 48 checks of 16 other shapes it was 1.15 times
@@ -43,7 +43,7 @@ def furthest(policy: PrecisionPolicy) -> float:
 
 
 class Scores:
-    """Scores of a candidate. They are judged when the reference's logits are available.
+    """Scores of a candidate, judged when the reference's logits are available.
 
     evaluated: as from `core/parity/evidence/evaluation.py`.
     of: prefix of `nll` and `top1` in the tap of a finding.

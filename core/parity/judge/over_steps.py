@@ -89,10 +89,10 @@ class OverSteps:
     def resumed(cls, recipe: str, arrays: Mapping[str, np.ndarray], step: int) -> OverSteps | None:
         """Restore the sums of an earlier part of a run before its check of `step`.
 
-        Returns None if the sums must start again. They start again if they have another recipe, or contain checks of
-        steps that the run repeats. They also start again if a sum had exceeded its bounds: the user has presumably
-        mended the fault before the resume, and the old checks would count against the mended program. Raises UserError
-        if the arrays are incomplete.
+        Returns None if the sums must start again. The sums start again if they have another recipe, or contain checks
+        of steps that the run repeats. The sums also start again if one of them had exceeded its bounds: the user has
+        presumably mended the fault before the resume, and the old checks would count against the mended program. Raises
+        UserError if the arrays are incomplete.
         """
         try:
             stored, last_step, accused = str(arrays["recipe"]), int(arrays["last_step"]), bool(arrays["accused"])

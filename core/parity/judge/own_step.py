@@ -250,9 +250,9 @@ def _sum(
     """Compare one gradient with the sum of its parts.
 
     The bound is a few ulp of the norm, √A more for A additions, and √(n / K) more for a sketch of n numbers, whose K
-    sums have n / K terms each (Higham & Mary 2019, theorem 2.4, to first order). It is larger where parts cancel. If
-    parts are rounded differently than in the step (`repeated` is given), two results with independent errors of the
-    twin's size are allowed too.
+    sums have n / K terms each (Higham & Mary 2019, theorem 2.4, to first order). The bound is larger where parts
+    cancel. If parts are rounded differently than in the step (`repeated` is given), two results with independent errors
+    of the twin's size are allowed too.
     """
     if any(part.size != whole.size for part in parts):
         return exact(stage, name, 1, whole.size, "sizes must be equal")

@@ -271,10 +271,7 @@ class Updated:
             yield slice(first + where.start, first + where.stop)
 
     def _inputs(self, where: slice) -> dict[str, np.ndarray]:
-        """Return the inputs of a slice by kind.
-
-        They have a shape that many slices share; zeros pad the end and stay zero.
-        """
+        """Return the inputs of a slice by kind, in a shape that many slices share. Zeros pad the end and stay zero."""
         found = {kind: part_of(arrays, self._name, where) for kind, arrays in self._arrays.items()}
         if self._rule.together is None:
             return {kind: x.reshape(self._shape) for kind, x in found.items()}

@@ -48,8 +48,8 @@ def validation(evidence: Evidence, reference: Reference, missing: list[str]) -> 
 def means(metrics: Mapping[str, float], every: Arrays) -> Iterator[Finding]:
     """Compare each mean in a record with the exact mean of its scores, and for a mixture the mean of each data set.
 
-    It is wrong if the mean of a data set is missing in the record, or if the record has one for no data set. The bound
-    is that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
+    A record is wrong if the mean of a data set is missing, or if the record has a mean for no data set. The bound is
+    that of a sum in FP64 (scalar_bounds.py), in which the trainer accumulates.
     """
     held = {metric: np.asarray(every[name]) for metric, name in MEANS.items()}
     if "source" in every:

@@ -1,1 +1,1 @@
-"""Measures and bounds: how far two tensors or scalars are apart, and how far they may be."""
+"""Measure the distance of two tensors or scalars, and bound it."""

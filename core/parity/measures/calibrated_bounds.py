@@ -1,8 +1,8 @@
 """Bounds of tensor comparisons: measured extremes of clean runs, by recipe and kind of comparison.
 
-`python -m lockstep.scripts.studies.calibrate` writes `calibrated_bounds.json`. It holds the extremes of clean runs for
-each recipe (precision policy, eager or compiled) and each kind (a forward stage judged locally, NLL end to end,
-gradients by kind of parameter, moments, update). A bound is such an extreme, widened by a stated margin on its
+`python -m lockstep.scripts.studies.calibrate` writes `calibrated_bounds.json`. The file holds the extremes of clean
+runs for each recipe (precision policy, eager or compiled) and each kind (a forward stage judged locally, NLL end to
+end, gradients by kind of parameter, moments, update). A bound is such an extreme, widened by a stated margin on its
 logarithm. The same script checks the bounds on separate runs (docs/results/calibration.md).
 
 A ratio of norms over few numbers scatters more. The logarithm of the ratio of two norms of n independent errors has a
@@ -366,8 +366,8 @@ def widened(recipe: str, measured: here.Here) -> tuple[str, ...]:
 def require(config: RunConfig) -> None:
     """Raise UserError unless clean runs of the run's recipe were measured. Called before anything starts.
 
-    They are needed for every kind of comparison of the run's optimizer and loss head. FP64 needs none, because its
-    bound is absolute.
+    Clean runs are needed for every kind of comparison of the run's optimizer and loss head. FP64 needs none, because
+    its bound is absolute.
     """
     if config.precision.exact:
         return
@@ -467,9 +467,9 @@ def _with_slack(limit: Limits, recipe: str, kind: str, d: Distances) -> Limits:
 def too_good(recipe: str, kind: str) -> bool:
     """Return whether an error far below the twin's is a fault: the declared narrow format is not in force.
 
-    It is none in FP32, where another order of summation may be more accurate than the twin's. It is none for a single
-    gradient end to end, because a gradient that is the remainder of a cancellation may happen to be exact. The
-    comparison of all gradients together still detects the fault.
+    A small error is no fault in FP32, where another order of summation may be more accurate than the twin's. A small
+    error is no fault in a single gradient end to end, because a gradient that is the remainder of a cancellation may
+    happen to be exact. The comparison of all gradients together still detects the fault.
     """
     single = kind.startswith(("end_to_end/backward/", "gradients/")) and kind != "gradients/together"
     return is_rounded_update(kind) or (not policy_of(recipe).in_fp32 and not single)

@@ -169,7 +169,7 @@ def _twin(backend: Backend, config: RunConfig) -> Session:
 def _plain(config: RunConfig) -> RunConfig:
     """Return the configuration without ranks, compilation and recomputation.
 
-    These do not change the result in exact arithmetic.
+    These settings do not change the result in exact arithmetic.
     """
     changed = {"compile": CompileConfig(enabled=False), "recompute": RecomputeConfig()}
     return config.model_copy(update=changed | {"train": config.train.model_copy(update={"ranks": 1})})
@@ -245,10 +245,10 @@ class Comparison:
     def finding(self, noise: Callable[[], Norms] | None = None) -> Finding:
         """Compare the added elements with the bounds.
 
-        noise: returns the norms of the error that arithmetic in the stream dtype alone causes in this result. It is
-        called before an alarm. If a result is the remainder of a cancellation, the error of one twin does not predict
-        that of another. The number of errors that dominate the twin's norm is then computed too. A fault affects
-        neither.
+        noise: returns the norms of the error that arithmetic in the stream dtype alone causes in this result. `noise`
+        is called before an alarm. If a result is the remainder of a cancellation, the error of one twin does not
+        predict that of another. The number of errors that dominate the twin's norm is then computed too. A fault
+        affects neither.
         """
         reference, size, stream = self._reference, self._size, self._reference.stream
         d = self._sums.distances(stream)
@@ -429,9 +429,9 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
 class Noise:
     """Rounding noise of arithmetic in the stream dtype, by output.
 
-    It is the larger of two responses: that of the twin to inputs changed by one rounding of the stream dtype, and the
-    error of the reference without roundings to a narrower format. In a well-conditioned stage both are far below the
-    twin's error and have no effect.
+    The noise is the larger of two responses: that of the twin to inputs changed by one rounding of the stream dtype,
+    and the error of the reference without roundings to a narrower format. In a well-conditioned stage both are far
+    below the twin's error and have no effect.
     """
 
     def __init__(self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays) -> None:

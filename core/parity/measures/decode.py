@@ -194,8 +194,8 @@ def decode_typical(ratios: Sequence[float], known: Mapping[str, float]) -> str:
 def chance_of_a_match(known: Mapping[str, float], tolerance: float, low: float, high: float) -> float:
     """Return the probability that `decode` explains a ratio drawn log-uniformly from [low, high].
 
-    It is the length of the union of all intervals [v·(1 − τ), v·(1 + τ)] on a logarithmic axis, without the interval
-    around 1.
+    The probability is the length of the union of all intervals [v·(1 − τ), v·(1 + τ)] on a logarithmic axis, without
+    the interval around 1.
     """
 
     def interval(value: float) -> tuple[float, float]:

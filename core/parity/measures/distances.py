@@ -7,9 +7,9 @@ higher precision)::
     gain difference = ⟨c, t⟩/⟨t, t⟩ − ⟨w, t⟩/⟨t, t⟩   detects errors of length that are too small to change the excess
     twin distance   = ‖c − w‖ / ‖w − t‖          small if an honest stage has its twin's bits
 
-Norms are computed in FP64. Both error norms have a lower limit of a few ulp of the *stream* dtype. A stage that is
-exact on all sides (a table look-up) so has excess 1 and distance 0, not 0/0. A limit of a few ulp of the operand dtype
-would hide every fault in bf16.
+Norms are computed in FP64. Both error norms have a lower limit of a few ulp of the *stream* dtype. With this limit, a
+stage that is exact on all sides (a table look-up) has excess 1 and distance 0, not 0/0. A limit of a few ulp of the
+operand dtype would hide every fault in bf16.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Sums:
     def effective(self) -> int:
         """Estimate the number of independent errors that dominate the norm of e = w − t: 3·(Σe²)² / Σe⁴.
 
-        It is at most the count of numbers. This is the participation ratio times 3, the value for a normal
-        distribution. If one row of a gradient outweighs the rest, its few roundings decide every ratio.
+        The estimate is at most the count of numbers. The formula is the participation ratio times 3, the value for a
+        normal distribution. If one row of a gradient outweighs the rest, its few roundings decide every ratio.
         """
         ratio = self.of_twin**2 / self.fourth if self.fourth else math.nan
         return min(self.size, 3 * max(1, round(ratio))) if math.isfinite(ratio) else self.size

@@ -1,8 +1,8 @@
 """Bounds on single elements, rows, columns and unequal bits, which the norm of a whole tensor hides.
 
-They apply if clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). From the candidate's
-own inputs, the twin reproduces its results except for the order of FP32 sums. The least bounds below are the effects of
-another order, so that a machine with other kernels does not break them:
+The bounds apply if clean runs of a recipe were measured for them (`Sharp` in calibrated_bounds.json). From the
+candidate's own inputs, the twin reproduces its results except for the order of FP32 sums. The least bounds below are
+the effects of another order, so that a machine with other kernels does not break them:
 
 * A result rounded to the operand dtype differs if its sum lies at a tie. One such element differs by a whole ulp, twice
   the largest error of a rounding (TIE). A share of about √K · 2⁻¹⁶ of the elements lies so near to a tie: 0.001 for
@@ -111,10 +111,7 @@ def share_at_most(share: float, size: int) -> float:
 
 
 def distance_limit(clean: Sharp, result: Result) -> float:
-    """Return a bound on a large tensor's twin distance.
-
-    It applies if it is narrower than that of `calibrated_bounds`.
-    """
+    """Return a bound on a large tensor's twin distance. `calibrated_bounds` uses the narrower of two bounds."""
     return max(REACH * clean.distance, LEAST[result].distance)
 
 
@@ -153,7 +150,7 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
             ("column", peaks.column, clean.column, peaks.rows, peaks.at_column, peaks.columns),
         )
         for (name, value, extreme, numbers, at, count), many in zip(lines, of_many, strict=True):
-            # An element at a tie may dominate its row and its column. It is bounded as an element.
+            # An element at a tie may dominate its row and its column, but is bounded as an element.
             value = value if many is None else many
             high, basis = bound(extreme, least.line, scatter(numbers))
             where = f"; it is number {at:,} of {count:,}, from 0" if value > high and at is not None else ""

@@ -1,7 +1,7 @@
 """The largest errors of a tensor in an element, a row and a column; and the error of its length, from its exact rows.
 
-The norm of a whole tensor hides faults in a small part of it. It also hides errors of length if a few rows with much
-cancellation have most of the rounding error. With candidate c, twin w and truth t, over rows r and columns s of a
+The norm of a whole tensor hides faults in a small part of it. The norm also hides errors of length if a few rows with
+much cancellation have most of the rounding error. With candidate c, twin w and truth t, over rows r and columns s of a
 table::
 
     largest    = max |c − w| / max |w − t|

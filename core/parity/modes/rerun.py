@@ -25,7 +25,7 @@ from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.directory import RunDir
 from lockstep.core.train.skipped_steps import as_its_own, first_scalars
 
-# Fields of a record that the step's arithmetic sets. They have equal bits if the step repeats.
+# Fields of a record that the step's arithmetic sets, and which have equal bits if the step repeats.
 COMPARED = ("digest", "loss", "loss_weight", "lr", "grad_norm", "clip_coefficient")
 
 

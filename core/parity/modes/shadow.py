@@ -93,7 +93,7 @@ class Shadow:
         observations: folder for the sketches of each checked step, or None to keep none.
         ranks: the ranks of the session.
         folder: folder for the evidence of pending checks, which `close` removes. Default: a temporary one.
-        first: first step of this process. It is checked, because a resume may have restored a wrong state.
+        first: first step of this process, which is checked because a resume may have restored a wrong state.
         Raises UserError if a check exceeds the run's budgets.
         """
         require_budget(config, thorough=False)
@@ -163,7 +163,7 @@ class Shadow:
         """Run the step, and send its evidence to the worker if the queue has room.
 
         due: digest of the batch that the data order gives.
-        validation: the validation that is due after the step. It is run here if the step is checked.
+        validation: the validation that is due after the step, and is run here if the step is checked.
         Raises NotFinite after its evidence was sent.
         """
         store = self._opened() if self._ready() else None
@@ -361,10 +361,7 @@ class Shadow:
 
 
 class ShadowPart:
-    """The part of another rank in the checks of rank 0's `Shadow`.
-
-    It gathers with the others and receives the verdicts.
-    """
+    """The part of another rank in the checks of rank 0's `Shadow`: to gather evidence and receive the verdicts."""
 
     pending = 0
 

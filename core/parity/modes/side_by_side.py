@@ -45,8 +45,8 @@ def check_steps(
     """Check each of the candidate's first steps, on these batches.
 
     Before each judgement the reference loads the candidate's state, so every check judges a single step.
-    alarm: handles a check that disagreed and returns it (core/parity/diagnose/disagreement.py). It restores the
-    session's state.
+    alarm: handles a check that disagreed and returns it (core/parity/diagnose/disagreement.py). `alarm` must restore
+    the session's state.
     gathered: called with each step before its judgement, and the seconds of its passes.
     Raises UserError if the candidate lacks a required method, or if a check exceeds the run's budgets.
     """

@@ -123,7 +123,7 @@ class Chain:
         """Yield each requested array once, those of the last segment first, in the stream dtype.
 
         names: any of
-        - `nll/probe`: NLL of each token (B, S). It comes before the gradients of parameters.
+        - `nll/probe`: NLL of each token (B, S), before the gradients of parameters.
         - `gradient/PARAMETER`: summed over micro-batches.
         - `amax/LAYER`: (3,) float32, the largest magnitudes of the tensors that a linear layer with FP8's delayed
           scaling casts (core/train/fp8_amax.py), over micro-batches.

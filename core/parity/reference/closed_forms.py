@@ -277,8 +277,8 @@ def _muon_by_hand(optim: OptimConfig, before: Arrays, done: int) -> tuple[Arrays
 
 
 # Rule of core/components/optimizers.py → a function of (settings, gradient after clipping, weight and moments before,
-# steps done). It returns the moments after, and the step before learning rate and weight decay. A rule without an entry
-# has no closed form.
+# steps done). The function returns the moments after, and the step before learning rate and weight decay. A rule
+# without an entry has no closed form.
 BY_HAND: dict[str, Callable[[OptimConfig, Arrays, int], tuple[Arrays, np.ndarray]]] = {
     "adamw": _adamw_by_hand,
     "muon": _muon_by_hand,

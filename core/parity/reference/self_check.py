@@ -1,6 +1,7 @@
 """Check the reference before it judges a candidate. A wrong one rejects honest trainers and accepts faulty ones.
 
-It opens a small model of the run's kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is checked by
+The reference opens a small model of the run's kind (tied or not, biases, grouped heads, ε, θ, optimizer) and is checked
+by
 
 * closed forms of every stage and of an AdamW step, in FP64 (core/parity/reference/closed_forms.py);
 * its own differences: the gradients of each stage against (f(x + h·v) − f(x − h·v)) / 2h;

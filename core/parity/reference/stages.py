@@ -33,7 +33,7 @@ LAST_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Chain:
-    """The links of a step, in order. It has every link that a step of any family can have.
+    """The links of a step, in order: every link that a step of any family can have.
 
     kinds: forward stage id → kind of its operation, in the order of the chain.
     before: ids of the stages before the blocks.

@@ -1,1 +1,1 @@
-"""`lockstep.watch`: the parity engine inside a training loop of the user's own."""
+"""`lockstep.watch`: parity checks in a training loop of the user."""

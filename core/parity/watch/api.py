@@ -66,7 +66,7 @@ def watch(
         declared: hyperparameters that the optimizer should have, or `(parameter name, step) -> hyperparameters`.
         rule: `adamw`, `adam`, `sgd`, `muon`, `adafactor`, or a function as in core/parity/watch/update_rules.py, for an
         optimizer that no library defines. All optimizers use this rule.
-        bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`. They replace the derived
+        bounds: any of `excess`, `distance`, `gain`, `relative_error` (fp64) and `loss`. These replace the derived
         bounds.
         calibrate: number of first checks that only measure loss and gradients. Bounds are their extremes with a margin.
         on_alarm: action after a check that disagrees. `log` logs it, `stop` raises `Disagreed` after the step, and a

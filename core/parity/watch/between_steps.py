@@ -29,7 +29,7 @@ class _End:
 
 
 class BetweenSteps:
-    """Digests of what the last step left. They are kept only if the next step is checked."""
+    """Digests of what the last step left, kept only if the next step is checked."""
 
     def __init__(self) -> None:
         self._end: _End | None = None

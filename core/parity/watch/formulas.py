@@ -9,7 +9,7 @@ import numpy as np
 
 log = logging.getLogger("lockstep.watch")
 
-# A formula takes the arguments of the operation's schema, with arrays for tensors. It returns an array, or None, for
+# A formula takes the arguments of the operation's schema, with arrays for tensors, and returns an array, or None, for
 # each result.
 Formula = Callable[..., Sequence[np.ndarray | None]]
 Loader = Callable[[], Mapping[str, Formula]]

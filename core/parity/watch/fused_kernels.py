@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# A probe takes a parameter. It returns whether the fused Adam on its device takes hyperparameters in FP32.
+# A probe returns whether the fused Adam on the device of a parameter takes hyperparameters in FP32.
 Probe = Callable[[Any], bool]
 
 _probes: list[Probe] = []
 
 
 def offer(probe: Probe) -> None:
-    """Register a probe. It is called with parameters of every framework, not only of its own."""
+    """Register a probe, which is called with parameters of every framework, not only of its own."""
     if probe not in _probes:
         _probes.append(probe)
 

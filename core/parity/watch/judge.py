@@ -68,7 +68,7 @@ class Step:
 
 @dataclass
 class Judge:
-    """A judge of steps. It holds the bounds, and the measurements of calibrating checks.
+    """A judge of steps, with the bounds, and the measurements of calibrating checks.
 
     limits: None while calibrating.
     own: the twin is the candidate's own program.

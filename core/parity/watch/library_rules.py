@@ -1,8 +1,8 @@
 """Update rules of Muon, Adafactor, and the 8-bit AdamW of torchao and bitsandbytes, in numpy.
 
-They round where the libraries round. As in update_rules.py, each function is both truth and twin. Under `EXACT` it is
-the truth: moments are not quantised, and Newton–Schulz runs in FP64. Under the arithmetic of the weights' dtype it is
-the twin. Sources: torch/optim/_muon.py and _adafactor.py, torchao/optim/adam.py and quant_utils.py, and
+The functions round where the libraries round. As in update_rules.py, each function is both truth and twin. Under
+`EXACT` it is the truth: moments are not quantised, and Newton–Schulz runs in FP64. Under the arithmetic of the weights'
+dtype it is the twin. Sources: torch/optim/_muon.py and _adafactor.py, torchao/optim/adam.py and quant_utils.py, and
 bitsandbytes/backends/cpu/ops.py.
 """
 

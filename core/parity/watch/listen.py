@@ -55,7 +55,7 @@ class Pending:
 
 
 def alone(moment: str) -> Callable[..., np.ndarray]:
-    """Return the function with which a single rank reads tensors. It is the same at each moment."""
+    """Return the function with which a single rank reads tensors, the same at each moment."""
     return plainly
 
 

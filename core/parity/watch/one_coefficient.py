@@ -1,7 +1,7 @@
 """Compute the coefficient by which narrow gradients were clipped from their bits, far more closely than one unit.
 
 Let a gradient g in bf16 or FP16 be multiplied by c and rounded once, to g'. Then |g·c − g'| is at most half the spacing
-at g'. Each number so gives an interval for c, and c lies in the intersection of all intervals.
+at g'. So each number gives an interval for c, and c is in the intersection of all intervals.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ random draw.
 
 Two computations in FP32 with an error e each round to different neighbours with a probability of at most 2·ROOM·e /
 ulp(t). Let λ be the sum of these probabilities over all numbers. Then the count k of differences satisfies k ≤ λ +
-√(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). This detects faults that are smaller than a rounding of bf16, such as
-GELU by tanh.
+√(2·λ·ln(1/RARE)) + ln(1/RARE) (Bernstein 1946). The count detects faults that are smaller than a rounding of bf16, such
+as GELU by tanh.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Uncovered:
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
     def append(self, text: str) -> None:
-        """Add a text to `not_covered`. It does not appear in the one-line verdict."""
+        """Add a text to `not_covered`, but not to the one-line verdict."""
         if text not in self.listed:
             self.listed.append(text)
 
@@ -74,7 +74,7 @@ class Uncovered:
 
 
 class Guard:
-    """A guard around the watcher's own code. It catches errors and logs each reason once."""
+    """A guard around the watcher's own code, which catches errors and logs each reason once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

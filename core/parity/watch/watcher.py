@@ -230,7 +230,7 @@ class Watcher:
         number, uncovered, started = of_step.number, of_step.uncovered, of_step.started
         pending = pending if failed is None else None
         findings, cause = list[Finding](), None
-        # Errors that no narrower guard caught are defects of Lockstep. They must not end a user's training.
+        # Errors that no narrower guard caught are defects of Lockstep, and must not end a user's training.
         if pending is not None:
             with self._guard.link(uncovered, "step"):
                 self._complete(pending, parameters_of(self._model))
