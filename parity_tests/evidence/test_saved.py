@@ -279,7 +279,7 @@ def test_no_json_and_no_document_are_refused(tmp_path):
     for number, raw in enumerate((b"{", b"[" * 100_000, b"\xff", b"7")):
         store = FolderStore.create(tmp_path / str(number))
         store.finish({DOCUMENT: raw})
-        with pytest.raises(UserError, match="not what evidence is"):
+        with pytest.raises(UserError, match="not valid evidence"):
             open_evidence(tmp_path / str(number))
     store = FolderStore.create(tmp_path / "none")
     store.finish()

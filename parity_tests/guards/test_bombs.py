@@ -134,4 +134,4 @@ def test_json_that_is_too_deep_or_too_long_is_one_line(text: str, tmp_path: Path
     capsule = planted_capsule(tmp_path / "capsule", verdict=text.encode())
     with pytest.raises(UserError) as said:
         read_capsule(capsule)
-    assert "verdict.json is not what a capsule holds" in str(said.value)
+    assert "verdict.json is not valid content of a capsule" in str(said.value)

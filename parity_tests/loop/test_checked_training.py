@@ -98,10 +98,10 @@ def test_a_wrong_reference_judges_nobody(
     assert folder.train("unjudged", {"train.steps": 4, "parity.every": 4}) == 2
     (first, last) = folder.run("unjudged").checks()
     assert first["verdict"] == last["verdict"] == "skipped"
-    assert first["reason"].startswith("the reference is wrong, and judges nobody: attn_norm, forward")
+    assert first["reason"].startswith("the reference is wrong, so it does not judge: attn_norm, forward")
     out, error = capsys.readouterr()
     assert "the reference is wrong" in out
-    assert "2 due, 0 made, fewer than half; 2 skipped, the first at step 1: the reference is wrong, and" in error
+    assert "2 due, 0 made, fewer than half; 2 skipped, the first at step 1: the reference is wrong, so" in error
 
 
 def test_a_reference_that_is_too_slow_is_told_with_what_would_help(

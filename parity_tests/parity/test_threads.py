@@ -93,11 +93,11 @@ def test_numpy_treats_what_is_not_finite_alike_in_both():
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_reference_that_is_not_sound_judges_nobody(threads, monkeypatch):
     def unsound(*of: Any) -> Any:
-        raise UserError("the reference is wrong, and judges nobody: rope")
+        raise UserError("the reference is wrong, so it does not judge: rope")
 
     monkeypatch.setattr(self_check, "require_sound", unsound)
     monkeypatch.setattr(JaxBackend, "threads", threads)
-    with pytest.raises(UserError, match="judges nobody: rope"):
+    with pytest.raises(UserError, match="does not judge: rope"):
         list(check_steps(TorchBackend(), JaxBackend(), CONFIG, [text_batch(CONFIG)]))
 
 

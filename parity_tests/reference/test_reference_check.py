@@ -394,7 +394,7 @@ def test_a_wrong_reference_judges_nobody(monkeypatch):
     config = tiny_config("fp32")
     checks = check_steps(JaxBackend(), TorchBackend(), config, [text_batch(config)])
     monkeypatch.setattr(Attention, "attend", unscaled)
-    with pytest.raises(UserError, match="the reference is wrong, and judges nobody: attn, forward"):
+    with pytest.raises(UserError, match="the reference is wrong, so it does not judge: attn, forward"):
         next(checks)
 
 

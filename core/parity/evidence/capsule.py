@@ -217,7 +217,7 @@ def read_capsule(path: Path) -> Capsule:
         name = VERDICT
         verdict = json.loads(raw[name])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path / name} is not what a capsule holds: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path / name} is not valid content of a capsule: {type(error).__name__}: {error}") from error
     config = load_config(path / CONFIG)
     # Earlier versions packed `auto` on the CPU without the value in force.
     config = settled(config, config.device, BEFORE)
@@ -264,7 +264,7 @@ def _evidence(path: Path, about: Mapping[str, Any]) -> Path | None:
         return None
     folder = path / EVIDENCE
     if folder.is_symlink() or (folder / INDEX).is_symlink():
-        raise UserError(f"{folder} is a link: a capsule has its evidence in itself")
+        raise UserError(f"{folder} is a link: a capsule must contain its evidence")
     if hashlib.sha256(read_whole(folder / INDEX)).hexdigest() != about[EVIDENCE]:
         raise UserError(f"{folder / INDEX} was damaged after it was written (its SHA-256 differs)")
     return folder

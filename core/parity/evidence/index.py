@@ -167,7 +167,7 @@ def read_index(folder: Path, name: str = INDEX) -> tuple[Entries, dict[str, str]
             of_kind[name] = (*of_kind.get(name, ()), part)
             _require_alike(of_kind[name])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UserError(f"{path} is no index of evidence: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} is not a valid index of evidence: {type(error).__name__}: {error}") from error
     for name, size in sizes.items():
         require_size(folder / name, size)
     for name, digest in headers.items():

@@ -152,11 +152,11 @@ def open_evidence(folder: Path) -> Evidence:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path} is not what evidence is: {where}: {first['msg']}") from error
+        raise UserError(f"{path} is not valid evidence: {where}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is not what evidence is: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} is not valid evidence: {type(error).__name__}: {error}") from error
     if document.schema != SCHEMA:
         raise UserError(f"{path} has schema {document.schema}; this Lockstep reads {SCHEMA}")
     try:
@@ -164,7 +164,7 @@ def open_evidence(folder: Path) -> Evidence:
     except (ValueError, KeyError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is not what evidence is: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} is not valid evidence: {type(error).__name__}: {error}") from error
 
 
 @cache

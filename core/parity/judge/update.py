@@ -288,7 +288,7 @@ class Updated:
         try:
             made = session.run_stage("update", {**named, **self._scalars})
         except (KeyError, ValueError) as error:
-            why = f"the reference does not update a parameter by itself ({type(error).__name__}: {error})"
+            why = f"the reference does not update a single parameter ({type(error).__name__}: {error})"
             raise NotSupported(f"moments and update: {why}") from error
         size = where.stop - where.start
         return {kind: made[f"{kind}/{self._alias}"].reshape(-1)[:size] for kind in ("params", *self._rule.moments)}
@@ -397,7 +397,7 @@ def in_a_row(evidence: Evidence) -> Iterator[Finding]:
         if what not in found:
             continue
         wrong = found.get(what, ())
-        note = f"{', '.join(wrong[:5])}: the step depends on what lies outside the state" if wrong else ""
+        note = f"{', '.join(wrong[:5])}: the step depends on something outside the state" if wrong else ""
         yield exact(_first_link(wrong, evidence.after), TAPS[what], len(wrong), max(len(wrong), 1), basis, note)
         if wrong:
             return

@@ -66,7 +66,7 @@ def judge_capsule(capsule: Capsule, reference: Backend, config: RunConfig | None
         for batch in evidence.batches:
             batch.require_tokens_below(config.model.vocab_size)
     except ValueError as error:
-        raise UserError(f"{capsule.evidence} is not what a capsule holds: {error}") from error
+        raise UserError(f"{capsule.evidence} is not valid content of a capsule: {error}") from error
     opened = sound_reference(reference, config)
     try:
         check = with_fitting(judged(evidence, opened), evidence, opened, reference)

@@ -70,7 +70,7 @@ def require_sound(reference: Backend, config: RunConfig) -> ReferenceCheck:
         if first.worst.low is not None and first.worst.value < first.worst.low:
             bounds = f"at least {first.worst.low:.1e}"
         rest = f", and {len(others)} more of {len(check.findings)}" if others else ""
-        raise UserError(f"the reference is wrong, and judges nobody: {said} ({bounds}: {first.worst.basis}){rest}")
+        raise UserError(f"the reference is wrong, so it does not judge: {said} ({bounds}: {first.worst.basis}){rest}")
     return check
 
 
