@@ -42,7 +42,7 @@ def reweighted_batches(micro: Batch) -> Iterator[Batch]:
 
 
 def weighted_rows(batch: Batch) -> np.ndarray:
-    """Return the indices of the sequences with loss weight."""
+    """Return the indices of the sequences with loss weight, int64 (n,)."""
     return np.flatnonzero(batch.weights.any(axis=1))
 
 
@@ -60,7 +60,7 @@ def weighted_of(found: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
 
 
 def weighted_tensor(name: str, value: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return the sequences with weight of one tap. An array without sequences is returned whole."""
+    """Return the sequences with weight of one tap (B, S, …). An array without sequences is returned whole."""
     tap = name.removeprefix(GRADIENT)
     whole = tap.endswith((".weight", ".bias")) or np.ndim(value) == 0 or len(value) != len(batch.tokens)
     return value if whole else value[weighted_rows(batch)]

@@ -55,7 +55,7 @@ class Observation:
 
 
 def observed(x: np.ndarray) -> Observation:
-    """Observe a floating-point array, slice by slice. Norm and mean are accumulated in FP64."""
+    """Observe a floating-point array of any shape, slice by slice. Norm and mean are accumulated in FP64."""
     flat = np.ascontiguousarray(x).reshape(-1)
     total, power, added, largest, finite = sketch(flat[:0]), 0.0, 0.0, 0.0, 0
     space = Space(1)

@@ -90,7 +90,7 @@ def rows_in_turn(size: int, turn: int) -> list[int]:
 
 
 def sequences_of_several_documents(batch: Batch) -> np.ndarray:
-    """Return the indices of the sequences with several documents."""
+    """Return the indices of the sequences with several documents, int64 (n,)."""
     if batch.documents is None:
         return np.zeros(0, int)
     return np.flatnonzero((np.diff(batch.documents, axis=1) > 0).any(axis=1))

@@ -26,7 +26,7 @@ _kept = np.zeros(0, np.int8)
 
 
 def hashed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Hash the coordinates high·2³² + low, uint32 in and out."""
+    """Hash the coordinates high·2³² + low. Arrays of one shape, uint32 in and out."""
     h = low ^ (high * np.uint32(GOLDEN))
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         h = (h ^ (h >> np.uint32(shift))) * np.uint32(multiplier)

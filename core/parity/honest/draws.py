@@ -65,7 +65,10 @@ class Draws:
         return found
 
     def responding(self, values: Mapping[str, np.ndarray], salt: int) -> dict[str, np.ndarray]:
-        """Multiply each value by 1 + SMALL · a normal number. The change of a result shows its conditioning."""
+        """Multiply each value by 1 + SMALL · a normal number. Returns float64 arrays of the same shapes.
+
+        The change of a result shows its conditioning.
+        """
         return {
             name: np.asarray(
                 x * (1 + SMALL * np.random.default_rng([self._seed, salt, 2, i]).standard_normal(self._once(name, x)))
@@ -74,7 +77,7 @@ class Draws:
         }
 
     def one_changed(self, x: np.ndarray, index: int) -> np.ndarray | None:
-        """Return a copy in which one non-zero number is larger by a thousandth; None if there is none."""
+        """Return a copy of an array in which one non-zero number is larger by a thousandth; None if all are zero."""
         where = np.flatnonzero(np.isfinite(x) & (x != 0))
         if not where.size:
             return None

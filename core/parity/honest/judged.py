@@ -76,7 +76,13 @@ def measured_one(
     bounds: Mapping[str, float],
     reason: str,
 ) -> Judged:
-    """Judge a floating-point result."""
+    """Judge a floating-point result.
+
+    sides: mine, plain and truth.
+    terms: number of terms in the result's sums.
+    response: mean square of its response to relative changes, in its shape.
+    bounds, reason: bounds given by the user, and their reason.
+    """
     own, twin, exact = (side.of(name) for side in sides)
     shapes = {one.array.shape for side in (own, twin, exact) for one in side}
     size = exact[0].array.size

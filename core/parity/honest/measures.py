@@ -123,7 +123,7 @@ class Units:
         return np.sqrt(squares.sum(axis) / np.maximum(own, self.total / len(own)))
 
     def shares(self, squares: np.ndarray, floor: np.ndarray) -> np.ndarray:
-        """Return squared errors of one draw in units of each element, or of the draw's lower limit if it is larger."""
+        """Return squared errors of one draw, (rows, columns), in units of each element or of the draw's lower limit."""
         return squares / np.maximum(self.elements, floor)
 
 

@@ -397,7 +397,7 @@ def same_but_for_rounding(
     phase: str | None = None,
     cancelled: float = 1.0,
 ) -> Finding:
-    """Compare two arrays of the candidate that may differ only by the order of a few additions.
+    """Compare two arrays of the candidate, of one shape, that may differ only by the order of a few additions.
 
     cancelled: ratio of the sum's terms to the sum. Roundings of the terms weigh more by this factor.
     """
@@ -412,7 +412,7 @@ def same_but_for_rounding(
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute ‖a − b‖ / ‖b‖ in FP64. Infinite if a number is not finite, or if b is zero and a is not."""
+    """Compute ‖a − b‖ / ‖b‖ in FP64, for arrays of one size. Infinite if a number is not finite, or only b is zero."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     apart, scale, space = 0.0, 0.0, Space(2)
     for where in stretches(flat_b.size):
@@ -459,7 +459,10 @@ class Noise:
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
-    """Return the inputs with each floating-point number changed at random by up to an ulp of the stream dtype."""
+    """Return the inputs with each floating-point number changed at random by up to an ulp of the stream dtype.
+
+    Shapes and dtypes do not change, nor do integers.
+    """
     rng = np.random.Generator(np.random.Philox(key=0))
     ulp = float(np.finfo(stream).eps)
 

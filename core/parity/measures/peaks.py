@@ -65,7 +65,7 @@ class Norms:
 
     @classmethod
     def of(cls, x: np.ndarray) -> Norms:
-        """Return the norms of one array, computed in FP64."""
+        """Return the norms of an array of any shape, as a table of `table_of`, computed in FP64."""
         table = np.square(x.reshape(table_of(x.shape)), dtype=np.float64)
         rows, columns = table.sum(1), table.sum(0)
         powers = rows.sum(), table.max(initial=0.0), rows.max(initial=0.0), columns.max(initial=0.0)

@@ -62,6 +62,7 @@ def loss(value: float, nll: np.ndarray, batch: Batch) -> Measure:
 def gradient_norm(value: float, grads: Mapping[str, np.ndarray], in_fp64: bool = False) -> Measure:
     """Compare the global gradient norm with the norm of the candidate's own gradients in FP64.
 
+    grads: parameter → gradient, in the stream dtype.
     in_fp64: the candidate declares that it accumulates in FP64. Then its norm of FP32 gradients is correct to an ulp of
     FP32 for any count of numbers. Otherwise it may be a sequential sum in FP32.
     """

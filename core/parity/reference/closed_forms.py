@@ -58,7 +58,7 @@ class Subject:
         return of_inputs | {role: params[name] for role, name in stage.params.items()} | {"out": taps[stage.tap]}
 
     def integers(self, stage: Operation) -> dict[str, np.ndarray]:
-        """Return the inputs that come from the batch: token ids, all different, and documents."""
+        """Return the inputs that come from the batch, int32 (ROWS, LENGTH): token ids, all different, and documents."""
         ids = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
         return {role: DOCUMENTS if role == "documents" else ids for role in stage.batch}
 

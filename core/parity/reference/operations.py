@@ -40,7 +40,7 @@ def with_amaxes(one: Operation, inputs: Arrays, amaxes: Arrays) -> Arrays:
 
 
 def aligned(x: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
-    """Return an array in a dtype, at an address that XLA does not have to copy.
+    """Return an array in a dtype, in C order, at an address that XLA does not have to copy.
 
     An array that fits is returned unchanged.
     """

@@ -431,7 +431,7 @@ PRODUCTS = (
 def is_narrow(gradient: np.ndarray, zeros: int) -> bool:
     """Return whether the last `zeros` bits of all FP32 numbers are zero.
 
-    By chance, 64 numbers have this once in 2^832.
+    False for another dtype, or for fewer than 64 non-zero numbers. By chance, 64 numbers have this once in 2^832.
     """
     numbers = gradient[gradient != 0]
     if gradient.dtype != np.float32 or numbers.size < 64:

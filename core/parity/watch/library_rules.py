@@ -44,6 +44,7 @@ def muon(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[
     Source: Jordan 2024, Muon: an optimizer for hidden layers.
 
     NS is Newton–Schulz in bf16. s is √max(1, rows/columns), or 0.2·√max(rows, columns) under `match_rms_adamw`.
+    Arrays are float64 (rows, columns). Raises UserError for FP64 weights.
     """
     refuse_fp64(a, "Newton–Schulz computes in bf16")
     lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
@@ -85,6 +86,8 @@ def adafactor(
     ρ = min(lr, 1/√t)      α = max(ε₂, rms(p))·ρ      p ← p·(1 − lr·λ)
     r ← r + t^γ·(mean of g² along rows − r)           c likewise along columns      V = r·c / max(mean(r), ε₁)
     u = g / √max(V, ε₁²)   p ← p − α·u / max(1, rms(u)/d)
+
+    Arrays are float64 of one shape. An array of one axis has V in full, as `variance`.
     """
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     least, floor = group["eps"]
@@ -116,7 +119,8 @@ def torchao_adamw(
 ) -> Updated:
     """Return the update of torchao's 8-bit Adam or AdamW: FP32 arithmetic, moments in 8-bit codes with a scale a block.
 
-    The update uses the moments before they are quantised. The group has `is_adamw` and `block_size`.
+    The update uses the moments before they are quantised. The group has `is_adamw` and `block_size`. Arrays are float64
+    of one shape. Raises UserError for FP64 weights.
     """
     refuse_fp64(a, "torchao computes in FP32")
     s = a.scalar
@@ -164,6 +168,7 @@ def bitsandbytes_adamw(
         p ← p − lr/c₁·m / (√v/c₂ + ε), or with FP32 moments p ← p − lr·c₂/c₁·(m / (√v + ε·c₂))
 
     c₁ = 1 − β₁ᵗ and c₂ = √(1 − β₂ᵗ) in FP64. Twin: jax_backend/kernels/bitsandbytes_adamw.py, which lists the sources.
+    Arrays are float64 of one shape. Raises UserError for FP64 weights.
     """
     refuse_fp64(a, "bitsandbytes computes in FP32")
     s = a.scalar

@@ -151,7 +151,8 @@ def _in_fp64(sides: Sides, c: np.ndarray, t: np.ndarray) -> Measure:
 def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dtype: str) -> Measure:
     """Count differences from the twin; the bound is the number of ties to expect.
 
-    c, w: candidate and twin in `dtype`. before: the twin in FP32, not yet rounded. t: the truth.
+    c, w: candidate and twin in `dtype`. before: the twin in FP32, not yet rounded. t: the truth. All are float64 arrays
+    of one shape.
     """
     kept = np.isfinite(before) & np.isfinite(t) & (t != 0)
     c, w, before, t = (x[kept] for x in (c, w, before, t))
@@ -164,7 +165,10 @@ def unequal(c: np.ndarray, w: np.ndarray, before: np.ndarray, t: np.ndarray, dty
 
 
 def exact(candidate: np.ndarray, due: np.ndarray) -> Measure:
-    """Count the numbers that differ, for an operation that only moves numbers or rounds each once."""
+    """Count the numbers that differ, for an operation that only moves numbers or rounds each once.
+
+    candidate, due: arrays of one shape. Two NaN are equal.
+    """
     same = (candidate == due) | ((candidate != candidate) & (due != due))
     basis = "equal numbers: the operation only moves them, or rounds each once"
     return Measure("mismatches", float(np.count_nonzero(~same)), None, 0.0, basis)

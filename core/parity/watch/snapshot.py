@@ -213,7 +213,7 @@ def plainly(kind: str, name: str, tensor: Any, make: Callable[[Any], np.ndarray]
 
 
 def gradients_of(params: Mapping[str, Any], read: Callable[..., np.ndarray] = plainly) -> dict[str, np.ndarray]:
-    """Copy the gradients of all parameters that have one."""
+    """Copy the gradients of all parameters that have one, by name. read: reads a tensor, as `plainly`."""
     return {name: read("gradients", name, p.grad) for name, p in params.items() if p.grad is not None}
 
 

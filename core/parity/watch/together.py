@@ -57,7 +57,7 @@ class Cut:
     dims: tuple[int | None, ...]
 
     def whole(self, parts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Join the whole tensor. parts: rank → its numbers."""
+        """Join the whole tensor. parts: rank → its numbers, in the shape of the rank's part."""
         return _joined(self.ranks, self.dims, parts)
 
 

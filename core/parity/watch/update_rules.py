@@ -176,12 +176,15 @@ def _adam_in_fp32(
 
 
 def adamw(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Return the update of Adam with decoupled decay."""
+    """Return the update of Adam with decoupled weight decay. Arguments as in `adam`."""
     return adam(p, g, before, step, {**group, "decoupled_weight_decay": True}, a)
 
 
 def adam_l2(p: np.ndarray, g: np.ndarray, before: State, step: int, group: Mapping[str, Any], a: Arithmetic) -> Updated:
-    """Return the update of torch.optim.Adam, whose decay is coupled unless the group sets `decoupled_weight_decay`."""
+    """Return the update of torch.optim.Adam, whose decay is coupled unless the group sets `decoupled_weight_decay`.
+
+    Arguments as in `adam`.
+    """
     return adam(p, g, before, step, {"decoupled_weight_decay": False, **group}, a)
 
 
