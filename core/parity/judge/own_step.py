@@ -159,8 +159,8 @@ def _under_other_weights(evidence: Evidence, reference: Reference) -> Iterator[F
     The NLL of a token does not depend on weights, so it has the bits of the same token in `tapped`. The gradients of
     `reweighted_batches` equal those with the own weights up to a few roundings. No reference is involved, so the
     difference may be far below the usual rounding error. The smallest difference over the batches counts. In a single
-    one, a rounding that changes in a token which outweighs the others can change all of this token's later roundings (a
-    clean run reached four times the bound). A fault is in all of them.
+    batch, one changed rounding in a token that outweighs the others can change all later roundings of this token (a
+    clean run reached four times the bound). A fault is in all batches.
     """
     config = reference.config
     if evidence.stepped is None or not evidence.taps_keep_bits or config.device == "cuda":

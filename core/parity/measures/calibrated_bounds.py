@@ -395,7 +395,7 @@ def measured_under(recipe: str, kind: str) -> str:
     """Return the recipe whose clean runs measure a kind.
 
     Muon and 8-bit AdamW compute in FP32 under every policy. A library's loss head is not part of the compiled program.
-    FP8 leaves the head, attention, and the results that a plan of casts rounds in bf16.
+    Under FP8, the head, attention, and results that a plan of casts rounds stay in bf16.
     """
     operand = policy_of(recipe).operand
     if operand in NARROW and (CAST in kind or _of_attention(kind)):
