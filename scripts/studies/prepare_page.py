@@ -29,8 +29,8 @@ def page(results: dict[str, Any]) -> str:
         f"with `--page`. {device['name']}, {device['cores']} cores; {versions}. Contenders that are compared "
         "took turns."
         + (
-            f" The machine's load when a part began: {load}. A load above the number of cores means that other programs "
-            "ran beside the preparation, which makes seconds longer."
+            f" The machine's load when a part began: {load}. Where a load is above the number of cores, other "
+            "programs ran beside the preparation and made it slower."
             if load
             else ""
         ),
