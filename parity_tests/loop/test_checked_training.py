@@ -44,17 +44,23 @@ def test_a_disagreement_is_exit_code_1_also_after_a_resume(
     settings = {"train.steps": 4, "parity.every": 4, "parity.queue": 10}
     assert folder.train("accused", settings) == 1
     assert [(c["step"], c["verdict"]) for c in folder.run("accused").checks()] == [(1, "disagreed"), (4, "disagreed")]
-    assert "parity disagreed; origin: attn_norm (forward, layer 0, at blocks.0.attn_norm" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "parity disagreed; origin: attn_norm (forward, layer 0, at blocks.0.attn_norm" in printed
+    next_command = f"step 1; continue with: lockstep bisect {folder.run('accused').path}"
+    assert next_command in printed
     assert folder.run("accused").info["finished"]
     assert folder.resume("accused") == 1
-    assert "checks that disagreed before this resume: 1, 4; so this ends with exit code 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "checks that disagreed before this resume: 1, 4; so this ends with exit code 1" in printed
+    assert next_command in printed
 
 
-def test_a_fault_of_the_step_with_its_own_weights_is_named_after_its_alarm(folder: Folder) -> None:
+def test_a_fault_of_the_step_with_its_own_weights_is_named_after_its_alarm(folder: Folder, capsys) -> None:
     """The check sees it end to end alone; then the trainer shows the stages of that step, and training goes on."""
     fault = f"{REPO}/parity_tests/faults/own_step.py:NoMaskWithoutLossMask"
     settings = {"train.steps": 4, "parity.every": 2, "parity.queue": 10}
     assert folder.train("blind", settings, "--backend", fault) == 1
+    assert f"bisect {folder.run('blind').path} --candidate {fault}" in capsys.readouterr().out
     checks = folder.run("blind").checks()
     assert [c["step"] for c in checks] == [1, 2, 4] and len(folder.records("blind")) == 4
     for check in checks:

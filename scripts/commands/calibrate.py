@@ -94,5 +94,5 @@ def main(argv: list[str]) -> int:
             "round differently, or something is wrong. Nothing was kept; --widen keeps the extremes."
         )
         return 1
-    announce(f"{len(found.widened)} bounds are wider than shipped; kept in {here.write(recipe, found)}")
+    announce(f"bounds wider than shipped: {len(found.widened)}; kept in {here.write(recipe, found)}")
     return 0

@@ -17,7 +17,16 @@ from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
 from lockstep.core.sinks.lines import tell
 from lockstep.scripts.shared.arguments import parse
-from lockstep.scripts.shared.backends import REFERENCE, Maker, on_its_device, open_candidate, open_named, trainer_of
+from lockstep.scripts.shared.backends import (
+    REFERENCE,
+    Maker,
+    command_line,
+    is_built_in,
+    on_its_device,
+    open_candidate,
+    open_named,
+    trainer_of,
+)
 from lockstep.scripts.shared.failures import in_short
 from lockstep.scripts.shared.initial_weights import require_seed
 from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interrupted
@@ -257,6 +266,7 @@ def _train(
         tell(console, f"stopped; continue with: lockstep train --resume {quoted(run.path)}")
         return 130
     if ending == "alarmed":
+        _tell_of_disagreement(run, console)
         return 1
     tell(console, f"its report: lockstep report {quoted(run.path)}")
     return _exit_code(run, done, console)
@@ -393,7 +403,19 @@ def _exit_code(run: RunDir, done: int, console: Console) -> int:
         if not bad:
             raise UserError(checked.words)
         tell(console, checked.words, "bold red")
+    _tell_of_disagreement(run, console)
     return int(bool(bad))
+
+
+def _tell_of_disagreement(run: RunDir, console: Console) -> None:
+    """Print the first step whose check disagreed and the command that finds the cause, if there is such a step."""
+    bad = [line["step"] for line in run.checks() if line.get("verdict") == "disagreed"]
+    if not bad:
+        return
+    maker = Maker.of_run(run)
+    candidate = [] if is_built_in(maker.name) else ["--candidate", str(maker)]
+    command = command_line(["bisect", str(run.path), *candidate])
+    tell(console, f"the first check that disagreed: step {min(bad)}; continue with: {command}", "bold red")
 
 
 @dataclass(frozen=True)
