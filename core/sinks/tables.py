@@ -40,10 +40,11 @@ def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) 
     from rich.text import Text
 
     cells = [list(row) for row in rows]
-    drawn = Table(title=title, title_justify="left", title_style="bold", show_header=any(headers))
+    # Text, because rich reads markup in a string: a name such as "[red]" would vanish.
+    drawn = Table(title=Text(title, "bold") if title else None, title_justify="left", show_header=any(headers))
     for i, header in enumerate(headers):
         numeric = bool(cells) and all(isinstance(row[i], int | float) for row in cells if i < len(row))
-        drawn.add_column(header, justify="right" if numeric else "left")
+        drawn.add_column(Text(header), justify="right" if numeric else "left")
     for row in cells:
         if len(row) != len(headers):
             raise ValueError(f"{len(row)} cells under {len(headers)} headers: {row}")

@@ -451,3 +451,11 @@ def test_a_step_that_was_left_out_is_said():
         9, lambda sink: sink.record(record(1, left_out="first in the loss (nan)", metrics={"skipped_steps": 3}))
     )
     assert "step 1: left out, not finite: first in the loss (nan); 3 so far" in text
+
+
+def test_a_table_shows_names_as_they_are() -> None:
+    """rich reads `[red]` in a string as a style and leaves it out."""
+    drawn = io.StringIO()
+    Console(file=drawn, width=80).print(tables.table("runs [red]", ("[bold]",), [("[/x]",)]))
+    printed = drawn.getvalue()
+    assert "runs [red]" in printed and "[bold]" in printed and "[/x]" in printed

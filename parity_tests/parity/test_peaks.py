@@ -111,10 +111,10 @@ def test_a_line_that_is_wrong_is_told_by_its_number(name: str, at: int) -> None:
     wrong[at if name == "row" else ..., ... if name == "row" else at] = 0
     d = distances(wrong.reshape(TWIN.shape), TWIN, TRUTH, np.float32)
     told = {m.name: m.basis for m in calibrated_bounds.measures("bf16/eager", "forward/q", d, TRUTH.size) if not m.ok}
-    assert f"; it is number {at} of {wrong.shape[name == 'column']}, from 0" in told[f"largest_{name}"]
+    assert f"; at index {at} of {wrong.shape[name == 'column']}" in told[f"largest_{name}"]
     clean = distances(TWIN, TWIN, TRUTH, np.float32)
     measures = calibrated_bounds.measures("bf16/eager", "forward/q", clean, TRUTH.size)
-    assert not any("it is number" in m.basis for m in measures)
+    assert not any("at index" in m.basis for m in measures)
 
 
 def test_a_row_that_is_exact_by_chance_decides_no_length() -> None:

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     from lockstep.core.data.prepare import PrepareSettings, prepare
     from lockstep.core.data.prepare import Progress as Stage
     from lockstep.core.report.text import plural
+    from lockstep.core.sinks.lines import tell
     from lockstep.core.sinks.tables import facts
     from lockstep.core.sinks.terminal import open_console
 
@@ -122,7 +123,8 @@ def main(argv: list[str]) -> int:
         "held-out bigram entropy": f"{_two(index.val.bigram_entropy)} nats",
         "fingerprint": index.fingerprint[:16],
     }
-    console.print(facts(str(result.folder), found))
+    tell(console, str(result.folder), "bold")  # a title of the table would be broken at the table's width
+    console.print(facts("", found))
     return 0
 
 

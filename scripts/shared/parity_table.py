@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.parity.measures.verdict import Check, Finding, Measure, never_exercised, overall
 from lockstep.core.parity.modes.free_running import Drift
 from lockstep.core.parity.reference.stages import is_forward, place
+from lockstep.core.report.text import plural
 from lockstep.core.sinks.lines import bar, say
 from lockstep.core.sinks.phrases import bounds, fitting_in_words, headline, place_of
 
@@ -42,7 +43,7 @@ def print_verdict(console: Console, checks: Sequence[Check], recipe: str, verbos
         if more := len(first.origins[4:]):
             say(console, f"  and {more} more that are wrong by themselves")
         if inherited := sum(first.role(f) == "contaminated" for f in first.findings):
-            say(console, f"  contaminated: {inherited} comparisons that only inherited wrong inputs")
+            say(console, f"  contaminated: {plural(inherited, 'comparison')} that only inherited wrong inputs")
         if first.fitting:
             say(console, f"declared: {fitting_in_words(first.fitting)}")
         if first.cause:

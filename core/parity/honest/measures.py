@@ -222,7 +222,7 @@ def measure(sides: Sides, given: Mapping[str, float], reason: str) -> Measured:
         for name, axis, numbers in (("row", 1, columns), ("column", 0, rows)):
             line = units.lines(candidate.mean, axis)
             values[name] = float(line.max()), numbers
-            where[name] = f"; it is number {int(line.argmax()):,} of {len(line):,}, from 0"
+            where[name] = f"; at index {int(line.argmax()):,} of {len(line):,}"
     found = []
     for name, (value, numbers) in values.items():
         width = MARGIN ** scatter(max(1, numbers))

@@ -153,7 +153,7 @@ def measures(clean: Sharp, result: Result, d: Distances, size: int, margin: floa
             # An element at a tie may dominate its row and its column, but is bounded as an element.
             value = value if many is None else many
             high, basis = bound(extreme, least.line, scatter(numbers))
-            where = f"; it is number {at:,} of {count:,}, from 0" if value > high and at is not None else ""
+            where = f"; at index {at:,} of {count:,}" if value > high and at is not None else ""
             yield Measure(f"largest_{name}", value, None, high, basis + where)
         reach, basis = bound(clean.row_gain, least.row_gain, width)
         yield Measure("row_gain", peaks.row_gain, -reach, reach, basis)
