@@ -454,7 +454,7 @@ def test_a_step_that_was_left_out_is_said():
 
 
 def test_a_table_shows_names_as_they_are() -> None:
-    """rich reads `[red]` in a string as a style and leaves it out."""
+    """A string with `[red]` is markup for rich, which leaves it out."""
     drawn = io.StringIO()
     Console(file=drawn, width=80).print(tables.table("runs [red]", ("[bold]",), [("[/x]",)]))
     printed = drawn.getvalue()
