@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.config.file import load_config
+from lockstep.core.config.schema import PrecisionConfig
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests import kept_references
@@ -55,6 +56,45 @@ def test_runs_that_differ_in_folders_and_reports_share_their_sessions() -> None:
     assert one.truth is other.truth
     assert (one.config, other.config) == (CONFIG, config)
     assert Reference.open(Planted(), CONFIG).truth is not one.truth
+
+
+def test_runs_of_other_lengths_and_batches_of_the_same_micro_batches_share_their_sessions() -> None:
+    train = CONFIG.train.model_copy(update={"steps": 20, "batch_size": 8})
+    other = CONFIG.model_copy(update={"train": train})
+    session = Reference.open(JaxBackend(), other).truth
+    assert session is Reference.open(JaxBackend(), CONFIG).truth
+    for setting in ("steps", "batch_size"):
+        with pytest.raises(AttributeError, match=rf"^a session of the reference reads train\.{setting}: "):
+            getattr(session.config.train, setting)
+
+
+@pytest.mark.parametrize("reader", ["optim", "precision"])
+def test_what_computes_from_the_batch_size_is_set_apart_by_it(reader: str) -> None:
+    read = {
+        "optim": CONFIG.optim.model_copy(update={"base_batch": 4}),
+        "precision": PrecisionConfig(policy="fp8_delayed"),
+    }
+    configs = [
+        CONFIG.model_copy(update={reader: read[reader], "train": CONFIG.train.model_copy(update={"batch_size": size})})
+        for size in (4, 8)
+    ]
+    assert len({what_is_read(config) for config in configs}) == 2
+
+
+def test_twins_of_other_casts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def counted(backend: JaxBackend, config: Any) -> Any:
+        opened.append(config.precision.policy)
+        return object()
+
+    monkeypatch.setattr(JaxBackend, "open", counted)
+    # With a vocabulary of its own: no other test opens such sessions.
+    config = tiny_config("bf16", layers=1, vocab_size=299)
+    other = config.model_copy(update={"precision": PrecisionConfig(policy="bf16", casts="residual=bf16")})
+    reference = Reference.open(JaxBackend(), config)
+    one, again = (reference.with_twin_of(JaxBackend(), other).twin for _ in range(2))
+    assert one is again is not reference.twin and opened == ["bf16", "fp64", "bf16"]
 
 
 def test_runs_of_the_command_line_share_those_of_the_tiny_configuration(tmp_path: Path) -> None:
