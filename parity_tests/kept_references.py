@@ -48,6 +48,11 @@ def reads_the_run(config: RunConfig) -> bool:
 
 def what_is_read(config: RunConfig) -> str:
     """Return the part of a configuration that decides what a session of the reference computes, as JSON."""
+    from lockstep.core.config.auto import settled
+
+    device = "cuda" if config.device == "cuda" else "cpu"
+    # A run that was made has its settings `auto` resolved, as a session resolves them.
+    config = settled(config, device).model_copy(update={"device": device})
     left_out: dict[str, Any] = {section: True for section in (*NOT_READ, "parity")}
     if not reads_the_run(config):
         left_out["train"] = {*OF_THE_RUN}

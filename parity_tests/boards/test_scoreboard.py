@@ -17,7 +17,7 @@ from lockstep.parity_tests.faults.fault import Batches
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.commands.faults import stamp, with_recipe
 from lockstep.scripts.shared import scoreboard
-from lockstep.scripts.shared.planting import HONEST_STEPS, Bench, Kept, chosen
+from lockstep.scripts.shared.planting import HONEST_STEPS, Bench, chosen
 from lockstep.scripts.shared.scoreboard import HONEST, Row
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -60,7 +60,7 @@ class WrongFromTheStart(LoaderStartsOver):
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     config = tiny_config("bf16")
-    return Bench(config, Data(config), Kept(JaxBackend()), TorchBackend())
+    return Bench(config, Data(config), JaxBackend(), TorchBackend())
 
 
 def test_the_honest_trainer_is_not_accused(bench: Bench) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.core.config.auto import settled
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import PrecisionConfig
 from lockstep.core.parity.measures.compare import Reference
@@ -58,10 +59,17 @@ def test_runs_that_differ_in_folders_and_reports_share_their_sessions() -> None:
     assert Reference.open(Planted(), CONFIG).truth is not one.truth
 
 
+def test_a_run_that_was_made_has_its_automatic_settings_resolved_and_shares_the_session() -> None:
+    resolved = settled(CONFIG, "cpu").model_copy(update={"device": "cpu"})
+    assert resolved != CONFIG and what_is_read(resolved) == what_is_read(CONFIG)
+    other = CONFIG.model_copy(update={"attention": CONFIG.attention.model_copy(update={"kernel": "math"})})
+    assert what_is_read(other) != what_is_read(CONFIG)
+
+
 def test_runs_of_other_lengths_and_batches_of_the_same_micro_batches_share_their_sessions() -> None:
     train = CONFIG.train.model_copy(update={"steps": 20, "batch_size": 8})
     other = CONFIG.model_copy(update={"train": train})
-    session = Reference.open(JaxBackend(), other).truth
+    session: Any = Reference.open(JaxBackend(), other).truth
     assert session is Reference.open(JaxBackend(), CONFIG).truth
     for setting in ("steps", "batch_size"):
         with pytest.raises(AttributeError, match=rf"^a session of the reference reads train\.{setting}: "):
