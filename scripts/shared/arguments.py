@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -63,7 +64,7 @@ def parse(
         argv = [*words, "--help"]
     # tyro does not parse a flag that its page leaves out, so flags are left out only for a page of help.
     hides = not whole and bool({"-h", "--help"} & set(words)) and len(flags) > FEW
-    shape = _shape(command, set() if hides else set(flags), with_settings)
+    shape = _shape(command, frozenset(() if hides else flags), with_settings)
     read, unknown = _read(shape, command, name, argv, _all_settings(name, flags) if hides else "")
     given = _given(read) if with_settings else {}
     options, wrong = _options(command, name, read, unknown)
@@ -155,7 +156,8 @@ def _without_value(argv: list[str], command: type) -> str | None:
 # The shape that tyro parses
 
 
-def _shape(command: type[T], taken: set[str], with_settings: bool) -> Any:
+@lru_cache(maxsize=64)
+def _shape(command: type[T], taken: frozenset[str], with_settings: bool) -> Any:
     """Return the command's dataclass with its options as text, and a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
     texts = {
