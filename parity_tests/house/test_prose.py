@@ -54,7 +54,7 @@ def paragraphs(text: str) -> str:
 
 def strings(source: str) -> Iterator[Text]:
     """Yield (line, text) of every docstring, and of every other string with a space in it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, paragraphs(node.value)
 
