@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from lockstep.core.errors import UserError
 from lockstep.parity_tests.cli.workspace import Done
 from lockstep.scripts import cli
 from lockstep.scripts.commands import museum
+from lockstep.scripts.museum import child
 from lockstep.scripts.museum import exhibit as data
 from lockstep.scripts.museum import run as running
 from lockstep.scripts.museum.environments import folder_of, install
@@ -58,9 +61,25 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def in_this_process(words: list[str], *, cwd: str, env: dict[str, str], **_: Any) -> Any:
+    """Do what the command of a side does, without a process and its import of torch."""
+    assert words[:3] == [sys.executable, "-m", child.__name__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words[2:])
+        patch.setattr(sys, "path", [*env["PYTHONPATH"].split(os.pathsep), *sys.path])
+        patch.setattr("torch.set_num_threads", lambda count: None)
+        patch.chdir(cwd)
+        child.main()
+        sys.modules.pop(PACKAGE, None)
+    return subprocess.CompletedProcess(words, 0, "", "")
+
+
 @pytest.fixture(scope="module")
-def told(environments: Path) -> Told:
-    return run_exhibit(STUB, environments, HERE)
+def told(environments: Path) -> Iterator[Told]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", in_this_process)
+        found = run_exhibit(STUB, environments, HERE)
+    yield found
 
 
 Call = Callable[..., Done]
@@ -84,6 +103,13 @@ def test_the_bug_is_caught_in_the_step_in_which_it_acts_and_the_fixed_version_ag
     assert (told.shipped["step"], told.fixed["verdict"]) == (2, "agreed")
     assert told.shipped["versions"] == {PACKAGE: "1.0"} and told.fixed["versions"] == {PACKAGE: "1.1"}
     assert told.shipped["lines"] == 3 and len(told.shipped["losses"]) == 3
+
+
+def test_each_side_runs_in_a_process_of_its_own(told: Told, environments: Path) -> None:
+    apart = run_exhibit(STUB, environments, HERE)
+    left_out = {"seconds": 0.0}
+    assert {**apart.shipped, **left_out} == {**told.shipped, **left_out}
+    assert {**apart.fixed, **left_out} == {**told.fixed, **left_out}
 
 
 @pytest.mark.parametrize(
