@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.profile.intervals import difference, gaps, intersection, length, union
+from lockstep.parity_tests.slow_tests import amount
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
 WINDOW = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda w: (min(w), max(w)))
@@ -22,7 +23,7 @@ def is_a_set(spans):
     return all(start < stop for start, stop in spans) and all(a[1] < b[0] for a, b in pairwise(spans))
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=amount(100, with_all=300), derandomize=True)
 @given(SPANS, SPANS, WINDOW)
 def test_sets_of_spans_are_sets_of_instants(first, second, window):
     ours, theirs = union(first), union(second)
