@@ -23,8 +23,8 @@ T = TypeVar("T")
 MOST = 64
 # The sections of a configuration from which a session computes nothing.
 NOT_READ = ("name", "data", "eval", "checkpoint", "log")
-# What a judge's session does not read of the training section: its programs are those of a micro-batch, and it makes no
-# steps. And the section's properties and methods that depend on neither.
+# The settings of the training section that a judge's session does not read, since its programs are those of a
+# micro-batch and it makes no steps; and the section's properties and methods that depend on neither.
 OF_THE_RUN, OF_ANY_RUN = ("batch_size", "steps"), ("lengths", "longest", "micro_batch_of")
 
 
