@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.core.backend import Backend
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.diagnose import fitting
 from lockstep.core.parity.diagnose.fitting import with_fitting
@@ -37,7 +38,15 @@ def explained(backend: TorchBackend, made: RunConfig, declared: RunConfig) -> Ch
     return with_fitting(judge(evidence, reference), evidence, reference, JaxBackend())
 
 
-def test_casts_that_are_not_declared_are_found() -> None:
+def test_casts_that_are_not_declared_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    with_twin_of = Reference.with_twin_of
+
+    def noted(self: Reference, backend: Backend, config: RunConfig) -> Reference:
+        opened.append(config.precision.casts)
+        return with_twin_of(self, backend, config)
+
+    monkeypatch.setattr(Reference, "with_twin_of", noted)
     check = explained(TorchBackend(), config_of("residual=bf16"), config_of("lockstep"))
     assert check.verdict == "disagreed"
     assert check.fitting is not None and check.fitting.agrees
@@ -45,6 +54,8 @@ def test_casts_that_are_not_declared_are_found() -> None:
     assert "disagreed (agrees under precision.casts = 'residual=bf16')" in check_line(check)
     assert "every comparison agrees under precision.casts = 'residual=bf16'" in fitting_in_words(check.fitting)
     assert check.to_json()["fitting"]["agrees"] is True
+    # The declared twin is open already: another one would trace its stages anew.
+    assert "residual=bf16" in opened and "lockstep" not in opened
 
 
 def test_autocast_and_another_attention_kernel_are_found_together() -> None:

@@ -227,11 +227,13 @@ def _broken(check: Check) -> int:
 
 
 class _Twin:
-    """A reference whose twin has other settings. Its truth is that of the given reference."""
+    """A reference whose twin has other settings, or the declared ones. Its truth is that of the given reference."""
 
     def __init__(self, reference: Reference, backend: Backend, config: RunConfig) -> None:
-        self.reference = reference.with_twin_of(backend, config)
+        self._declared = config == _by_name(reference.config)
+        self.reference = reference if self._declared else reference.with_twin_of(backend, config)
 
     def close(self) -> None:
-        """Close the twin."""
-        self.reference.twin.close()
+        """Close the twin, unless it is the reference's own."""
+        if not self._declared:
+            self.reference.twin.close()
