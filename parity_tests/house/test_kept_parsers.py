@@ -38,7 +38,16 @@ class Other:
     steps: int = 3
 
 
-LINES = (["--steps", "4"], ["--dry"], [], ["--train.steps", "7"], ["--help"], ["--steps"], ["--train.steps"], ["x"])
+LINES: tuple[list[str], ...] = (
+    ["--steps", "4"],
+    ["--dry"],
+    [],
+    ["--train.steps", "7"],
+    ["--help"],
+    ["--steps"],
+    ["--train.steps"],
+    ["x"],
+)
 
 
 def outcome(words: list[str], capsys: pytest.CaptureFixture[str], command: type = Command) -> Any:

@@ -70,7 +70,8 @@ def test_runs_of_other_lengths_and_batches_of_the_same_micro_batches_share_their
     train = CONFIG.train.model_copy(update={"steps": 20, "batch_size": 8})
     other = CONFIG.model_copy(update={"train": train})
     session: Any = Reference.open(JaxBackend(), other).truth
-    assert session is Reference.open(JaxBackend(), CONFIG).truth
+    of_config: Any = Reference.open(JaxBackend(), CONFIG).truth
+    assert session is of_config
     for setting in ("steps", "batch_size"):
         with pytest.raises(AttributeError, match=rf"^a session of the reference reads train\.{setting}: "):
             getattr(session.config.train, setting)

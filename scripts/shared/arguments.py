@@ -15,11 +15,11 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -64,7 +64,7 @@ def parse(
         argv = [*words, "--help"]
     # tyro does not parse a flag that its page leaves out, so flags are left out only for a page of help.
     hides = not whole and bool({"-h", "--help"} & set(words)) and len(flags) > FEW
-    shape = _shape(command, frozenset(() if hides else flags), with_settings)
+    shape = _shape(cast(Hashable, command), frozenset(() if hides else flags), with_settings)
     read, unknown = _read(shape, command, name, argv, _all_settings(name, flags) if hides else "")
     given = _given(read) if with_settings else {}
     options, wrong = _options(command, name, read, unknown)
@@ -157,13 +157,13 @@ def _without_value(argv: list[str], command: type) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _shape(command: type[T], taken: frozenset[str], with_settings: bool) -> Any:
+def _shape(command: Any, taken: frozenset[str], with_settings: bool) -> Any:
     """Return the command's dataclass with its options as text, and a group of flags a section if it takes settings."""
     hints = get_type_hints(command, include_extras=True)
     texts = {
         one.arg_name: one_line_each(one.description or "") for one in docstring_parser.parse_from_object(command).params
     }
-    own = [_as_text(field, hints[field.name], texts) for field in dataclasses.fields(command)]  # type: ignore[arg-type]
+    own = [_as_text(field, hints[field.name], texts) for field in dataclasses.fields(command)]
     sections: dict[str, list[Any]] = {}
     for key, field in settings().items() if with_settings else ():
         section, _, last = key.rpartition(".")
