@@ -1,1 +1,1 @@
-"""The PyTorch trainer: the session that is judged. Never imports jax."""
+"""The PyTorch trainer, whose steps the parity checks judge. It never imports jax."""

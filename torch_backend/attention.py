@@ -1,11 +1,11 @@
-"""The kernels of attention, and how documents enter it. Twin: jax_backend/attention.py, written out.
+"""Attention kernels and attention masks. Twin: jax_backend/attention.py, which computes the formula step by step.
 
-`auto` is `math` or `flash` on the CPU (core/config/auto.py: a session settles it), and on CUDA the first of cuDNN,
-flash, memory-efficient and written-out attention that can. Any other name is that kernel or an error (`check_kernel`),
-but for what the run computes under another precision than its own (`evaluate`): where the kernel does not know the
-dtype, `auto` stands in.
+On the CPU, `auto` is `math` or `flash`; a session chooses one when it opens (core/config/auto.py). On CUDA, `auto` is
+the first of cuDNN, flash, memory-efficient and math attention that can run. Any other name selects that kernel, or is
+an error (`check_kernel`). One exception: `evaluate` may compute under another precision than the run's. If the kernel
+does not support that dtype, `auto` replaces it.
 
-Documents are kept apart by a dense mask, and by FlexAttention's blocks with `flex` (Dong et al. 2024).
+A dense mask separates documents. With `flex`, FlexAttention's block mask does (Dong et al. 2024).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ FA3 = "flash_attn_interface"
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
-    """Return (B, 1, S, S) bool: the keys of its own document that do not come after a query, which it sees."""
+    """Return (B, 1, S, S) bool: each query sees the keys of its own document up to its own position."""
     same_BST = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BST.tril()[:, None]
 
 
 def document_blocks(documents_BS: Tensor) -> BlockMask:
-    """Build the document mask for FlexAttention, which skips blocks of keys that no query of a block sees."""
+    """Build the document mask for FlexAttention, which skips every block of keys that a block of queries cannot see."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents_BS[b, query] == documents_BS[b, key]) & (query >= key)
@@ -64,7 +64,7 @@ def document_blocks(documents_BS: Tensor) -> BlockMask:
 
 
 def window_blocks(documents_BS: Tensor | None, window: int, length: int, device: torch.device) -> BlockMask:
-    """Build the mask of a window for FlexAttention, (S, S) or, with documents, (B, S, S)."""
+    """Build the mask of a sliding window for FlexAttention: (S, S), or (B, S, S) with documents."""
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = (query >= key) & (query - key < window)
@@ -76,9 +76,10 @@ def window_blocks(documents_BS: Tensor | None, window: int, length: int, device:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention by the kernel of one name (AttentionConfig.kernel). grouped: keys may have fewer heads than queries.
+    """Attention by the kernel of one name (AttentionConfig.kernel).
 
-    scale: of the scores; None: 1/√(width of one head). cap: of the scores, which become cap·tanh(score / cap); 0: none.
+    grouped: keys may have fewer heads than queries. scale: factor of the scores; None is 1/√E, for heads of width E.
+    cap: scores become cap·tanh(score / cap); 0 is no cap.
     """
 
     name: str = "auto"
@@ -96,7 +97,7 @@ class Kernel:
 
     @property
     def chosen(self) -> AttentionKernel:
-        """Return the core object of this kernel."""
+        """The description of this kernel in core."""
         return ATTENTION_KERNELS[self.name]
 
     def mask(self, documents_BS: Tensor) -> Mask:
@@ -104,9 +105,10 @@ class Kernel:
         return document_blocks(documents_BS) if self.chosen.mask == "blocks" else document_mask(documents_BS)
 
     def window(self, documents_BS: Tensor | None, window: int, start: int, length: int, device: torch.device) -> Mask:
-        """Return the mask of a window: keys of the query's document that are less than `window` before it, and itself.
+        """Return the mask of a sliding window.
 
-        Queries are those from `start` on, keys all up to `length`.
+        A query sees itself and the keys of its document that are fewer than `window` positions before it. Queries have
+        the positions `start` to `length`, keys 0 to `length`; block masks are made for `start` 0 alone.
         """
         if self.chosen.mask == "blocks" and not self.cap:
             return window_blocks(documents_BS, window, length, device)
@@ -116,11 +118,10 @@ class Kernel:
         return seen if documents_BS is None else seen & document_mask(documents_BS)
 
     def __call__(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Mask | None = None) -> Tensor:
-        """Return softmax(q·kᵀ·scale + mask)·v, (B, H, S, E); without a mask, a query sees the keys up to its own place.
+        """Return softmax(q·kᵀ·scale + mask)·v, (B, H, S, E).
 
-        A single query stands at the last key, and sees all (but for `flex`).
-
-        A single query stands at the last key, and sees all (but for `flex`).
+        Without a mask, a query sees the keys up to its own position. A single query has the position of the last key,
+        and sees all keys; `flex` does not support this case.
         """
         if self.cap:
             assert mask is None or isinstance(mask, Tensor)
@@ -137,7 +138,10 @@ class Kernel:
             return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped, self.scale)
 
     def written_out(self, q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute attention with capped scores, in FP32 at least; round the output. No kernel of torch's has a cap."""
+        """Compute attention with capped scores in FP32 or wider, and round the output to the dtype of q.
+
+        No kernel of torch caps scores.
+        """
         narrow, wide = q_BHSE.dtype, torch.promote_types(q_BHSE.dtype, torch.float32)
         q, k, v = (x.to(wide) for x in (q_BHSE, k_BHSE, v_BHSE))
         if self.grouped:
@@ -149,17 +153,17 @@ class Kernel:
         return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ v).to(narrow)
 
     def backends(self, device: str, dtype: torch.dtype) -> list[SDPBackend]:
-        """List the kernels of torch's call that may run, best first; none: its own choice."""
+        """List the kernels of torch that may run, best first; an empty list leaves the choice to torch."""
         if self.name in BACKENDS and (device == "cpu" or dtype in dtypes(self.chosen)):
             return [BACKENDS[self.name]]
-        # torch would skip cuDNN's kernel without a warning.
+        # In deterministic mode torch skips cuDNN's kernel without a warning. This list leaves it out explicitly.
         varies = {name for name in BACKENDS if self.deterministic and ATTENTION_KERNELS[name].not_deterministic}
         ordered = [backend for name, backend in BACKENDS.items() if name not in varies]
         return [] if device == "cpu" else ordered
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool, scale: float | None) -> Tensor:
-    # torch counts queries from the first key on.
+    # With is_causal, torch aligns the first query with the first key: a single query would see only one key.
     causal = mask is None and q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
@@ -177,25 +181,28 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | Non
     assert not isinstance(mask, Tensor)
     length = q.shape[2]
     blocks = mask or create_block_mask(_causal, None, None, length, length, device=q.device)
-    # Uncompiled, FlexAttention materialises the scores.
+    # Without compilation, FlexAttention allocates the whole matrix of scores.
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     out: Tensor = call(q, k, v, block_mask=blocks, scale=scale)
     return out
 
 
 def _fa3(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, scale: float | None) -> Tensor:
-    """Call FlashAttention-3 (Shah et al. 2024), whose axes are (B, S, H, E)."""
+    """Call FlashAttention-3 (Shah et al. 2024), which takes and returns (B, S, H, E); return (B, H, S, E)."""
     from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
     found = flash_attn_func(*(x.transpose(1, 2) for x in (q_BHSE, k_BHSE, v_BHSE)), softmax_scale=scale, causal=True)
-    # Earlier versions return the logsumexp as well.
+    # Earlier versions also return the logsumexp.
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide which kernels can run. capability: of a CUDA device; (0, 0) on the CPU."""
+    """The properties of a machine that decide which kernels can run.
+
+    capability: compute capability (major, minor) of the CUDA device; (0, 0) on the CPU.
+    """
 
     device: str
     capability: tuple[int, int] = (0, 0)
@@ -218,7 +225,7 @@ class Machine:
 
 
 def check_kernel(config: RunConfig, device: torch.device) -> None:
-    """Raise UserError, in one line, if the kernel that was asked for cannot run this model on this device."""
+    """Raise UserError, in one line, if the configured kernel cannot run this model on this device."""
     dtype = DTYPES[config.precision.operand]
     masked = config.attention.document_mask or config.model.window > 0
     if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device), masked):
@@ -233,9 +240,9 @@ def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
 def refusal(
     attention: AttentionConfig, head_dim: int, dtype: torch.dtype, machine: Machine, masked: bool = False
 ) -> str | None:
-    """Return why the kernel cannot run with such heads and operands, and what can; None if it can.
+    """Return the reason why the kernel cannot run, with the kernels that can; None if it can run.
 
-    masked: queries see documents or a window, not all that comes before them.
+    head_dim: width of a head. dtype: dtype of q, k and v. masked: attention needs a mask for documents or a window.
     """
     kernel = attention.chosen
     every = [one for one in ATTENTION_KERNELS.values() if one is not AUTO]
@@ -300,7 +307,7 @@ def _refusal_of_width(kernel: AttentionKernel, head_dim: int, dtype: torch.dtype
 
 
 def in_force(attention: AttentionConfig, device: torch.device, deterministic: bool = False) -> str:
-    """Name the kernel, and how documents are kept apart, in words."""
+    """Describe the kernel, the mask of documents and their positions, in words."""
     kernel = attention.chosen
     call = kernel.words or f"scaled_dot_product_attention, {kernel.name} kernel"
     if kernel is AUTO:

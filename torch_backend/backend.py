@@ -1,4 +1,4 @@
-"""The trainer as a backend of core/backend.py: opens sessions, and describes what is in force."""
+"""The trainer as a `Backend` of core/backend.py: it opens sessions, and describes the settings in force."""
 
 from __future__ import annotations
 
@@ -34,18 +34,20 @@ from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
 
 
 class TorchBackend:
-    """A backend that opens `session_class` on a configuration; a candidate names its own session class."""
+    """A backend that opens `session_class` on a configuration; a candidate sets its own session class."""
 
     name = "torch"
-    # Opens sessions of several ranks.
+    # This backend opens sessions of several ranks.
     ranked = True
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> Session:
-        """Open a session at the initial weights of `config`, over several ranks if `config` has them.
+        """Open a session at the initial weights of `config`, over several ranks if `train.ranks` is above 1.
 
-        On the CPU, freed memory stays in this process from then on (torch_backend/host_memory.py). Raises UserError if
-        the device is not there, or the attention kernel that was asked for cannot run on it.
+        With one rank on the CPU, freed memory stays in this process from then on (torch_backend/host_memory.py).
+
+        Raises UserError if the device is missing, or if a configured kernel, loss head, optimizer, deterministic mode
+        or sharding cannot run on it.
         """
         check_kernel(config, resolve_device(config))
         check_head(config.loss, resolve_device(config))
@@ -53,8 +55,8 @@ class TorchBackend:
         check_deterministic(config, resolve_device(config))
         check_sharded(config)
         if config.train.ranks == 1:
-            # Several ranks share the memory: in a large check each returns what it frees
-            # (core/parity/evidence/place.py).
+            # Several ranks share the machine's memory, so in a large check each rank returns its freed memory to the
+            # system (core/parity/evidence/place.py).
             if resolve_device(config).type == "cpu":
                 keep_freed_memory()
             return self.open_rank(config)
@@ -67,11 +69,11 @@ class TorchBackend:
         return self.session_class(config)
 
     def bf16_slowdown(self, config: RunConfig) -> float:
-        """Return how many times as long a bf16 product takes as one in FP32, measured on the CPU; 1 on a GPU."""
+        """Return time of a bf16 matrix product / time of one in FP32, measured on the CPU; 1 on a GPU."""
         return 1.0 if resolve_device(config).type == "cuda" else bf16_slowdown()
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return versions, the device and what is in force. Raises UserError as `open` does."""
+        """Return versions, the device and the settings in force. Raises UserError as `open` does."""
         device = resolve_device(config)
         check_kernel(config, device)
         check_head(config.loss, device)

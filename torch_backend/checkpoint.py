@@ -1,9 +1,9 @@
-"""A session's state into a checkpoint's folder by torch.distributed.checkpoint, while training goes on.
+"""Write a session's state into a checkpoint's folder with torch.distributed.checkpoint, while training continues.
 
-Every rank copies its share of the tensors, or its part of each where they are cut over ranks, to host memory, which is
-what training waits for, and writes it to a file of safetensors of its own. Those files say which part of which tensor
-they hold (`HuggingFaceStorageWriter`; torch's other writer leaves a pickle), and core/checkpoint/format.py reads them
-without torch.
+Every rank copies its tensors to host memory; with sharded parameters it copies its part of each tensor. Training waits
+for this copy alone. The rank then writes the copy to safetensors files of its own. The files describe which part of
+which tensor they hold (`HuggingFaceStorageWriter`; torch's other writer uses pickle), and core/checkpoint/format.py
+reads them without torch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lockstep.torch_backend.ranks.sharded_tensors import local
 
 # Silence torch's warning: saving from a single process is intended.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-# A rank that writes for longer than this is given up.
+# A checkpoint fails if a rank writes for longer than this.
 PATIENCE = timedelta(hours=1)
-# Timeout for making a group, right after the ranks have met.
+# Timeout for the creation of a process group, right after the ranks have connected.
 MEETING = timedelta(minutes=1)
 # torch.distributed.checkpoint builds each file in memory before it writes it.
 FILE_BYTES = 256_000_000
 
 
 class Writer:
-    """A writer of a session's states. It keeps its host memory from one checkpoint to the next, until `release`."""
+    """A writer of a session's checkpoints. It keeps its host memory between checkpoints, until `release`."""
 
     def __init__(self, session: Programs) -> None:
         self._session = session
@@ -50,9 +50,9 @@ class Writer:
         self._mesh: DeviceMesh | None = None
 
     def join_ranks(self) -> None:
-        """Make the group over which ranks agree on a checkpoint: not that of a step, whose messages it must not meet.
+        """Create the process group for checkpoints, so that their messages never mix with those of a step.
 
-        Every rank calls it. Not left to the first checkpoint: whoever makes a group waits for a rank that has died.
+        Every rank calls it, before the first checkpoint: the creation of a group blocks if a rank has died by then.
         """
         self._group = dist.new_group(backend="gloo", timeout=MEETING)
         set_timeout(PATIENCE, self._group)
@@ -60,11 +60,14 @@ class Writer:
             self._mesh = DeviceMesh.from_group(self._group, "cpu")
 
     def release(self) -> None:
-        """Release the host memory; a checkpoint that is being written keeps it until it is on the disk."""
+        """Release the host memory; a checkpoint in progress keeps its copy until it is on the disk."""
         self._staged = {}
 
     def begin(self, folder: Path) -> WritingTorch:
-        """Copy this rank's share to host memory. Every rank of the session calls it, and `wait` of what it gives."""
+        """Copy this rank's tensors to host memory, and return the write; `wait` of the result writes the files.
+
+        Every rank of the session calls both.
+        """
         session, ranks = self._session, self._session.ranks
         tensors = named_tensors(session)
         mine = list(tensors)
@@ -75,7 +78,7 @@ class Writer:
         for name in mine:
             whole = tensors[name]()
             tensor = local(whole)
-            if not tensor.numel():  # with more ranks than rows, other ranks have them
+            if not tensor.numel():  # with more ranks than rows, some ranks have no part of a tensor
                 continue
             wholes[name] = whole
             copies[name] = self._copy(name, tensor)
@@ -87,7 +90,7 @@ class Writer:
         return WritingTorch(session.steps_done, dict(session.scalars), staged, folder, self._group, files)
 
     def _copy(self, name: str, tensor: Any) -> Any:
-        """Begin to copy into host memory; 8-bit moments as codes and scales, a quarter of what they stand for."""
+        """Start to copy a tensor into host memory; an 8-bit moment stays encoded, a quarter of its FP32 size."""
         if in_codes(tensor):
             codes, scale = self._copy(f"{name}/codes", tensor.codes), self._copy(f"{name}/scale", tensor.scale)
             return type(tensor)(codes, scale, tensor.qmap.cpu(), tensor.signed, tensor.dtype)
@@ -96,7 +99,7 @@ class Writer:
         return self._staged[name].copy_(tensor, non_blocking=True)
 
     def _as_part(self, staged: Tensor, whole: Tensor) -> Tensor:
-        """Return a copy in host memory as the part of a tensor that it is; ranks use this writer's group."""
+        """Return the copy of a sharded tensor's part as a DTensor on this writer's group; any other copy unchanged."""
         if not isinstance(whole, DTensor):
             return staged
         assert self._mesh is not None
@@ -106,7 +109,7 @@ class Writer:
 
 
 class WritingTorch:
-    """A rank's part of a state on its way into a folder."""
+    """A rank's part of a state, copied and not yet written into a folder."""
 
     format = SAFETENSORS
 
@@ -123,7 +126,10 @@ class WritingTorch:
         self._tensors, self._folder, self._group, self._files = tensors, folder, group, files
 
     def not_finite(self) -> Sequence[str]:
-        """Return names of this rank's tensors that are not finite, and a count of other ranks'. Every rank calls it."""
+        """Return the names of tensors that are not finite; a tensor of another rank has no name here.
+
+        Every rank calls it.
+        """
         odd = [name for name, tensor in self._tensors.items() if not torch.isfinite(numbers_of(local(tensor))).all()]
         if self._group is not None:
             found = torch.tensor(len(odd))
@@ -132,9 +138,9 @@ class WritingTorch:
         return odd
 
     def wait(self) -> None:
-        """Write this rank's files, and wait for the other ranks. Raises OSError if any of them could not.
+        """Write this rank's files, and wait for the other ranks. Raises OSError if any rank could not write.
 
-        Its copy of the state is released: a writing is waited for once.
+        It releases the copy of the state, so it can be called once only.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -157,7 +163,7 @@ class WritingTorch:
 
 
 def writing(state: State, folder: Path) -> WritingTorch:
-    """Write a canonical state into a folder, as a session of one rank writes its own; return the write in progress."""
+    """Return the write of a canonical state into a folder, in the files that a session of one rank would write."""
     arrays = {PARAMS: state.params, **state.optimizer}
     tensors = {
         f"{kind}/{n}": torch.from_numpy(np.array(a)) for kind, by_name in arrays.items() for n, a in by_name.items()
@@ -173,7 +179,7 @@ def writing(state: State, folder: Path) -> WritingTorch:
 
 
 def _planner() -> Any:
-    """Return torch.distributed.checkpoint's planner, which makes numbers of 8-bit moments when they are written."""
+    """Return a planner for torch.distributed.checkpoint that decodes 8-bit moments to FP32 when they are written."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     class Planner(DefaultSavePlanner):
@@ -184,12 +190,15 @@ def _planner() -> Any:
 
 
 def _parameter(session: Programs, name: str) -> Tensor:
-    """Return the parameter to which a tensor of the state belongs."""
+    """Return the parameter to which a tensor of the state, KIND/PARAMETER, belongs."""
     return session.parameters[name.partition("/")[2]]
 
 
 def named_tensors(session: Programs) -> dict[str, Callable[[], Tensor]]:
-    """Return a reader of each tensor of the state, by KIND/PARAMETER, alike on all ranks; moments as they are kept."""
+    """Return a function for each tensor of the state that returns the tensor, by KIND/PARAMETER.
+
+    Names and order are the same on all ranks. 8-bit moments are returned as codes.
+    """
     found: dict[str, Callable[[], Tensor]] = {f"{PARAMS}/{name}": p.detach for name, p in session.parameters.items()}
     for kind, names in moment_names(session.config).items():
         for name in names:
@@ -198,7 +207,10 @@ def named_tensors(session: Programs) -> dict[str, Callable[[], Tensor]]:
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign tensors to the ranks that write them: the largest first, each to the rank with least so far."""
+    """Assign tensors to the ranks that write them: the largest first, each to the rank with the smallest sum so far.
+
+    Returns the indices into `sizes` of each rank.
+    """
     of_rank: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -209,7 +221,7 @@ def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def files_of(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """Assign each tensor a file, from 1, so that no file has more than `most` bytes but for a tensor that has."""
+    """Assign each tensor a file number, from 1; a file exceeds `most` bytes only if it holds one larger tensor."""
     found, filled = {}, 0
     number = 1
     for name, size in sizes.items():

@@ -9,7 +9,10 @@ from lockstep.core.errors import UserError
 
 
 def resolve_device(config: RunConfig) -> torch.device:
-    """Return the run's device; `auto` takes CUDA if it is there. Raises UserError if CUDA is asked for and missing."""
+    """Return the run's device; `auto` is CUDA if there is a CUDA device, else the CPU.
+
+    Raises UserError if the configured CUDA device is missing, or if the precision policy cannot run on the CPU.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
@@ -23,7 +26,7 @@ def resolve_device(config: RunConfig) -> torch.device:
 
 
 def processor(device: torch.device) -> str:
-    """Name the hardware that decides rounding: the GPU, or the CPU's instructions and the number of threads."""
+    """Name the hardware on which rounding depends: the GPU, or the CPU's instruction set and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

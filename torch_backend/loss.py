@@ -1,8 +1,8 @@
-"""Per-token cross-entropy of FP32 logits, exact to the last bit that FP32 has. Twin: jax_backend/loss.py.
+"""Per-token cross-entropy of FP32 logits, exact to the last bit of FP32. Twin: jax_backend/loss.py.
 
-FP32 arithmetic loses a confident token: at a likelihood near 1, logsumexp(x) − x_target cancels, and a plain FP32
-cross-entropy is 2 % off at an NLL of 5.5e-4. In FP64 the same formula is right to 1e-12 for logits up to 1e4, so
-that NLL and gradient carry one rounding each, that of the result.
+At a likelihood near 1, logsumexp(x) − x_target cancels: in FP32 arithmetic the cross-entropy has an error of 2 % at a
+loss of 5.5e-4. In FP64 the same formula has an error of 1e-12 for logits up to 1e4. Loss and gradient are therefore
+computed in FP64 and rounded once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits that the CPU widens to FP64 at a time, in eager, so that they stay in its caches. The result does not depend on
-# it.
+# Number of logits that eager mode on the CPU converts to FP64 at a time, so that they stay in the caches. The result
+# does not depend on it.
 AT_A_TIME = 2**17
 
 
 def losses_and_logsumexp(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return per-token losses in the logits' dtype, FP32 at least, and FP64 logsumexp: (…, V), (…) → (…), (…).
+    """Return per-token losses in the logits' dtype, FP32 or wider, and FP64 logsumexp: (…, V), (…) → (…), (…).
 
     The loss is −log softmax(logits)[target] + z_loss · logsumexp(logits)² (Chowdhery et al. 2022, section 5).
     """
@@ -36,10 +36,10 @@ def _losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Ten
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, z_loss: float) -> Tensor:
-    """Compute the gradient of logits (…, V) in their dtype, given that of the per-token losses (…).
+    """Compute the gradient of logits (…, V) in their dtype from `grad`, that of the per-token losses (…).
 
-    softmax · (1 + 2 · z_loss · logsumexp) − onehot(target), times `grad`. Autograd would scatter into a second (…, V)
-    of zeros.
+    It is (softmax · (1 + 2 · z_loss · logsumexp) − onehot(target)) · grad. Autograd would allocate a second (…, V)
+    tensor for the onehot term.
     """
     if _is_whole(logits):
         return _gradient(logits, targets, logsumexp, grad, z_loss)
@@ -60,7 +60,7 @@ def _gradient(logits: Tensor, targets: Tensor, logsumexp: Tensor, grad: Tensor, 
 def _gradient_into(
     z_loss: float, out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, logsumexp_N: Tensor, grad_N: Tensor
 ) -> None:
-    """Compute `_gradient` in one FP64 buffer: the same operations in the same order."""
+    """Compute `_gradient` in one FP64 buffer, with the same operations in the same order."""
     softmax = logits_NV.to(torch.float64, copy=True).sub_(logsumexp_N[:, None]).exp_()
     if z_loss:
         softmax.mul_((1 + 2 * z_loss * logsumexp_N)[:, None])
@@ -71,11 +71,10 @@ def _gradient_into(
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, grad: Tensor, z_loss: float, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return per-token losses (…) and the gradient of logits (…, V), given that of the losses (…): both at once.
+    """Return per-token losses (…) and the gradient of logits (…, V), given the gradient of the losses (…).
 
-    Dtypes: as of `losses_and_logsumexp` and `logits_gradient`. overwrite: the logits are not needed any more; in eager
-    on the CPU the gradient takes their place. There one exponential serves both: exp(x − max) / Σ exp(x − max) is the
-    softmax.
+    Dtypes are those of `losses_and_logsumexp` and `logits_gradient`. In eager mode on the CPU the exponentials are
+    computed once for both. overwrite: there, write the gradient into the logits' memory.
     """
     if _is_whole(logits):
         losses, logsumexp = losses_and_logsumexp(logits, targets, z_loss)
@@ -105,12 +104,12 @@ def _losses_and_gradient_into(
 
 
 def _is_whole(logits: Tensor) -> bool:
-    """Return whether all logits are taken at once: a compiler fuses them, and a GPU is faster with few kernels."""
+    """Return whether all logits are processed at once: a compiler fuses them, and a GPU is faster with few kernels."""
     return torch.compiler.is_compiling() or logits.device.type != "cpu"
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return logits (…, V) and what is (…) or (…, V) like them, so many rows (N, V) at a time; views."""
+    """Split logits (…, V), and others of shape (…) or (…, V), into blocks of N rows, (N, V) or (N,); all are views."""
     if _is_whole(logits):
         return [(logits, *others)]
     rows = max(1, AT_A_TIME // logits.shape[-1])
@@ -133,7 +132,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
 
 
 def negative_log_likelihood(logits_BSV: Tensor, targets_BS: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Return logsumexp(logits) − the target's logit, plus z-loss: (B, S, V), (B, S) → (B, S) in nats, FP32 at least."""
+    """Return logsumexp(logits) − the target's logit, plus z-loss: (B, S, V), (B, S) → (B, S) in nats, FP32 or wider."""
     nll_BS: Tensor = _NegativeLogLikelihood.apply(logits_BSV, targets_BS, z_loss)
     return nll_BS
 

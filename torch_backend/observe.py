@@ -1,4 +1,4 @@
-"""Observe a session for a check: taps, gradients, sketches, single stages and scores."""
+"""Observations of a session for a check: taps, gradients, sketches, single stages and scores."""
 
 from __future__ import annotations
 
@@ -52,32 +52,36 @@ from lockstep.torch_backend.tools.sketch import (
 class Observes(Programs):
     """Observations of one micro-batch at the session's weights; none of them changes the state."""
 
-    # Each tapped tensor has a node of its own in both programs (torch_backend/precision.py, `Policy.read`).
+    # Taps do not change the bits of gradients: the program of training has the same autograd nodes
+    # (torch_backend/precision.py, `Policy.read`).
     taps_keep_bits = True
     float8: Any
-    # Samples from the session's weights.
+    # Class that computes logits with a key-value cache, for samples.
     decoder_class = Decoder
-    # The program that trains, on this rank alone.
+    # The program of training, run on this rank without the others.
     _micro_loss: MicroLoss
-    # Hands a step's results to a function, from its loss and NLL, before gradients are clipped.
+    # Passes a step's gradients to a function before clipping; returns them with the given loss and NLL.
     hand_over: Callable[[Tensor, list[Tensor], Take], Gradients]
-    # Programs of taps, by the names that they show, and whether they show all sequences.
+    # Tapped programs, by (names of taps, all sequences are recorded).
     _tapped_programs: dict[tuple[frozenset[str], bool], Any]
-    # Names that windows show whose programs give the same bits.
+    # Sets of names for which the programs of all windows were found to give the same bits.
     _sound_windows: set[frozenset[str]]
     # Bytes that were free on the GPU at the first request for taps.
     _free_at_first: float | None
     _sketching: tuple[Any, Any, Tensor] | None
-    # Sketches of what each micro-batch of the next step adds, where a check needs them.
+    # Sketches of what each micro-batch of the next step adds to the gradients, if a check needs them.
     _parts: StepParts | None
-    # Under FP8's delayed scaling, by layer: the amaxes for its scales, and those in a tapped program.
+    # Under FP8's delayed scaling, by layer: the amaxes of its scales, and those that a tapped program measured.
     amaxes: dict[str, Tensor]
     _seen_at_taps: dict[str, Tensor]
-    # Brings a tensor of the state or a gradient to the host.
+    # Copies a tensor of the state or a gradient to the host.
     _shown: Callable[[Tensor | None], np.ndarray]
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """Return (layers,), each layer's largest attention logit, eager (torch_backend/tools/attention_logits.py)."""
+        """Return the largest attention logit of each layer, (layers,), computed in eager mode.
+
+        See torch_backend/tools/attention_logits.py.
+        """
         tokens, _, _ = self.to_device(batch)
         with torch.no_grad():
             found = self._run(partial(largest_logits, self.model), tokens, self.policy, *self.documents(batch))
@@ -88,17 +92,17 @@ class Observes(Programs):
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
         """Return taps and gradients of one micro-batch from the tapped program, compiled if the trainer is.
 
-        Besides taps, names are `grad/NAME` for a tap, an edge or a parameter. Tensors that the model does not pass
-        through its tap are left out. Raises NotSupported for a name that the model does not have.
+        taps: names of taps, and `grad/NAME` for a tap, an edge or a parameter. The result lacks tensors that the model
+        does not pass to its tap. Raises NotSupported for a name that the model does not have.
         """
         found = Collected()
         self._stream_taps(batch, taps, found, lambda value: value)
         return found.arrays(TAPS)
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Hand each tensor of `observe` to `take`: in eager when the passes come to it, else at the end.
+        """Pass each tensor of `observe` to `take`: in eager mode when it is computed, else at the end.
 
-        The sequences with weight alone leave the device, for a tap and its gradient.
+        For taps and their gradients, only sequences with a loss weight are copied to the host.
         """
         self._require_taps(taps)
         rows = torch.tensor(np.flatnonzero(batch.weights.any(axis=1)), device=self.device)
@@ -115,7 +119,7 @@ class Observes(Programs):
         self._stream_taps(batch, taps, take, weighted)
 
     def _stream_taps(self, batch: Batch, taps: Sequence[str], take: Take, rows: Callable[[Tensor], Tensor]) -> None:
-        """Hand each tap to `take`. rows: selects the sequences of a tap that are handed over."""
+        """Pass each tap to `take`. rows: function that selects the sequences of a tap to pass."""
         self._require_taps(taps)
         self._seen_at_taps = {}
         if self.config.compile.enabled:
@@ -136,9 +140,10 @@ class Observes(Programs):
             take(TAPS, name, self._shown(value if name.removeprefix(GRADIENT) in self.parameters else rows(value)))
 
     def _budget_of_taps(self, size: int) -> float:
-        """Return bytes that windows of blocks may take, or 0 where a program of the whole model may show all of it.
+        """Return the bytes available to windows of blocks, or 0 if one program may record the taps of the whole model.
 
-        Unless it is configured, on a GPU what is free at the first check, if not all of it fits there.
+        size: sequences of the batch. The default on a GPU is the free memory at the first check, if the taps of the
+        whole model do not fit into it.
         """
         if (given := taps_budget(self.config)) or self.device.type != "cuda":
             return given
@@ -147,10 +152,10 @@ class Observes(Programs):
         return 0.0 if device_bytes(self.config, size, 0.0) <= self._free_at_first else self._free_at_first
 
     def _observe_windows(self, batch: Batch, names: frozenset[str], take: Take, rows: Tensor, budget: float) -> None:
-        """Observe as `_observe_tapped`, a window of blocks at a time; `rows` alone are shown.
+        """Observe like `_observe_tapped`, one window of blocks at a time, and only the sequences `rows`.
 
-        Before the first time, the bits that two windows show are compared. Raises NotSupported if they differ: a
-        stage's inputs and its output would be of two programs.
+        At the first use of these names, tensors that two windows share are compared. Raises NotSupported if their bits
+        differ: a stage's inputs and its output would then come from different programs.
         """
         parts = windows_of(self.config, names, len(rows), budget)
         if names not in self._sound_windows:
@@ -171,7 +176,7 @@ class Observes(Programs):
     def _by_windows(
         self, batch: Batch, parts: Sequence[Window], rows: Tensor
     ) -> Iterator[tuple[Window, dict[str, Tensor]]]:
-        """Yield each window with what its program shows, the last one first."""
+        """Yield each window with the tensors that its program records; the last window comes first."""
         given: dict[str, Tensor] = {}
         for window in reversed(parts):
             found = self._tapped(batch, window.names | window.border, rows, given)
@@ -193,9 +198,10 @@ class Observes(Programs):
     def _tapped(
         self, batch: Batch, names: frozenset[str], rows: Tensor | None, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run one tapped program and return its taps on the device; parameters' gradients whole, or this rank's part.
+        """Run one tapped program and return its taps on the device.
 
-        given: gradients where its backward pass begins, if not at the loss.
+        A sharded parameter's gradient is this rank's part. given: gradients of taps at which the backward pass begins;
+        if empty, it begins at the loss.
         """
         key = names, rows is None
         program = self._tapped_programs.get(key)
@@ -224,16 +230,17 @@ class Observes(Programs):
     def _observe_passing(
         self, batch: Batch, names: frozenset[str], take: Take, rows: Callable[[Tensor], Tensor]
     ) -> None:
-        """Hand taps over in the forward pass and gradients in the backward, so that no more than one is kept for it.
+        """Pass taps to `take` during the forward pass and gradients during the backward pass, and keep none of them.
 
-        A zero that requires a gradient is added to each probed tensor, as in the tapped program: its bits are the same.
+        A zero that requires a gradient is added to each probed tensor, as in the tapped program, so that the bits are
+        the same.
         """
         asked = {name.removeprefix(GRADIENT) for name in names if name.startswith(GRADIENT)}
         given: set[str] = set()
         zeros: list[Tensor] = []
 
         def give(name: str, value: Tensor) -> None:
-            # A recomputed tensor passes twice; the first time belongs to the forward pass.
+            # A recomputed tensor is tapped twice. The first time is that of the forward pass.
             if name not in given:
                 given.add(name)
                 take(TAPS, name, self._shown(value))
@@ -263,9 +270,9 @@ class Observes(Programs):
             loss = self._run(partial(self._through, tap), *inputs)
         if not asked:
             return
-        # A parameter that is left frozen has no gradient, and the check reports it.
+        # A frozen parameter has no gradient, and the check reports it.
         own = {name: p for name, p in self.parameters.items() if name in asked and p.requires_grad}
-        # Under sharding, autograd sees the gathered weights: all of them get a gradient.
+        # Under sharding, autograd uses the gathered weights, and all of them get a gradient.
         touched = own if self.root is None else self.parameters
         before = {name: p.grad for name, p in touched.items()}
         hooks: list[Any] = []
@@ -289,15 +296,15 @@ class Observes(Programs):
                 self._seen_at_taps = dict(zip(self.amaxes, amaxes_seen(self.amaxes), strict=True))
 
     def amaxes_of_taps(self) -> Arrays:
-        """Return, by layer, the largest magnitudes that the last tapped program saw."""
+        """Return the amaxes that the last tapped program measured, (3,) by layer."""
         return {name: to_numpy(saw) for name, saw in self._seen_at_taps.items()}
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no tensor leaves the device.
+        """Return the sketches of one micro-batch (core/parity/judge/end_to_end.py); no whole tensor leaves the device.
 
-        Taps and their gradients come from a tapped program of its own, parameter gradients from the one that trains.
-        Only the sequences that hold the batch's loss weight are observed. Only the sketch of a tap's gradient is known:
-        its norm is the sketch's, its largest value and its mean are NaN.
+        Taps and their gradients come from a separate tapped program, parameter gradients from the program of training.
+        Only sequences with a loss weight are observed. For the gradient of a tap, only the sketch exists: its norm is
+        the norm of the sketch, its largest value and its mean are NaN.
         """
         model = self.config.model
         rows = np.flatnonzero(batch.weights.any(axis=1))
@@ -324,7 +331,10 @@ class Observes(Programs):
         return found | _of_gradients(of_gradients(grads, table), grads)
 
     def _sketches(self, largest: int) -> tuple[Any, Any, Tensor]:
-        """Return the programs that sketch taps and gradients, and signs for parameters and for `largest` numbers."""
+        """Return the program that sketches taps, the one that sketches gradients, and the table of signs.
+
+        largest: elements of the largest tap; the table covers it and the largest parameter.
+        """
         largest = max(largest, *(p.numel() for p in self.parameters.values()))
         if self._sketching is None:
             of_taps, of_gradients = self.sketched_micro_loss, sketches_of
@@ -340,22 +350,25 @@ class Observes(Programs):
         return self._sketching
 
     def sketched(self, grads: Tensors) -> dict[str, Observation]:
-        """Observe gradients by their parameters' names, from sketches alone."""
+        """Return observations of gradients by parameter name, made only from their sketches."""
         _, _, table = self._sketches(0)
         return sketched_alone({name: sketch(grad, table=table) for name, grad in grads.items()}, grads)
 
     def keep_parts(self) -> None:
-        """Sketch what each micro-batch of the next step adds to its gradients."""
+        """Prepare the next step to sketch what each of its micro-batches adds to the gradients."""
         self._parts = StepParts(self.parameters, self._sketches(0)[2])
 
     def parts_kept(self) -> Sequence[Mapping[str, Observation]]:
-        """Return that by `gradient/NAME`, a micro-batch each in their order; it is not kept any longer."""
+        """Return the sketches requested by `keep_parts`, `gradient/NAME` → observation for each micro-batch, in order.
+
+        The session does not keep them any longer.
+        """
         found, self._parts = self._parts, None
         return () if found is None else found.found
 
     def _sketched_gradients(self, loss: Tensor, nll: list[Tensor]) -> dict[str, Observation]:
-        """Observe a step's NLL and gradients, which stay on the device but for their sketches."""
-        if self.root is not None:  # no rank has a whole gradient except while it is shown
+        """Observe a step's NLL and gradients; of gradients, only the sketches are copied to the host."""
+        if self.root is not None:  # under sharding, a whole gradient exists only while it is gathered
             seen: dict[str, Observation] = {}
 
             def see(kind: str, name: str, gradient: np.ndarray) -> None:
@@ -368,7 +381,7 @@ class Observes(Programs):
         return {PROBE_NLL: observed(np.concatenate([to_numpy(n) for n in nll])), **found}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Execute a stage, as the twin `JaxSession.run_stage` does. Raises NotSupported if the stage is unknown."""
+        """Execute a stage, like the twin `JaxSession.run_stage`. Raises NotSupported if the stage is unknown."""
         self.switches.require()
         if stage == "update":
             return self._run_update(inputs)
@@ -400,7 +413,7 @@ class Observes(Programs):
         }
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Return per-token `nll` and `top1` of `batch` in eager, under the run's policy or a named one."""
+        """Return per-token `nll` and `top1` (B, S) of `batch`, in eager mode, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
         chosen = replace(POLICIES[policy], onednn=self.policy.onednn) if policy else self.policy
         with torch.no_grad(), self._declaring(chosen.name):
@@ -409,26 +422,26 @@ class Observes(Programs):
             return {"nll": to_numpy(nll), "top1": to_numpy(top1)}
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Return logits (V,) of the token that follows `tokens`, int32 (n,), n at most the run's longest sequence.
+        """Return logits (V,) of the token that follows `tokens`, int32 (n,), which are one document.
 
-        They are one document.
+        n is at most the run's longest sequence.
         """
         with torch.no_grad():
             ids = torch.tensor(tokens[None], dtype=torch.long, device=self.device)
             return to_numpy(self._run(self._next_logits, ids))
 
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return logits (n, V) that `lockstep sample` draws from: the first by one pass, each other one from the cache.
+        """Return logits (n, V) after the first `lengths[i]` tokens, as `lockstep sample` computes them.
 
-        Raises NotSupported as `decoder`.
+        The first row needs a full pass; later rows use the key-value cache. Raises NotSupported as `decoder` does.
         """
         decode = self.decoder()
         return np.stack([decode(tokens[:length]) for length in lengths])
 
     def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return what gives logits (V,) after tokens (n,), int32, with a cache that lasts from call to call.
+        """Return a function from tokens (n,), int32, to the next logits (V,); its key-value cache persists over calls.
 
-        Raises NotSupported where sampling has another precision policy, or weights are cut over ranks.
+        Raises NotSupported if sampling has another precision policy than the run, or if weights are sharded.
         """
         if self.root is not None:
             raise NotSupported("a rank holds no whole weights to sample with")
@@ -444,7 +457,7 @@ class Observes(Programs):
 
 
 def _of_gradients(kept: Mapping[str, Kept], grads: Mapping[str, Tensor]) -> dict[str, Observation]:
-    """Return the observations of parameter gradients, brought from the device in two pieces."""
+    """Return the observations of parameter gradients, with two copies from the device for all of them."""
     if not kept:
         return {}
     sketches, statistics = (torch.stack(parts).detach().cpu() for parts in zip(*kept.values(), strict=True))

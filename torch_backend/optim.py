@@ -1,37 +1,37 @@
-"""AdamW, AdamW with 8-bit moments and Muon, with rate and decay by parameter group. Twin: jax_backend/optim.py.
+"""AdamW, AdamW with 8-bit moments and Muon, with learning rate and decay by group. Twin: jax_backend/optim.py.
 
-λ and lr are the group's own (core/model/groups.py). AdamW rounds in this order (torch/optim/adamw.py, foreach; the
-CPU's fused kernel does the same operations in one pass), each line one rounded FP32 operation a factor::
+Each parameter group has its own lr and λ (core/model/groups.py). AdamW computes in this order and rounds each operation
+to FP32 (torch/optim/adamw.py, foreach; the CPU's fused kernel does the same operations in one pass)::
 
     p ← p · (1 − lr·λ)
     m ← m + (1 − β₁)(g − m)
     v ← β₂·v + (1 − β₂)·g²
     p ← p − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-On CUDA the fused kernel takes β, λ and lr in FP32, and a product and a sum are one operation (`fused_adam_in_fp32`)::
+On CUDA the fused kernel takes β, λ and lr in FP32 (`fused_adam_in_fp32`), and uses fused multiply-adds::
 
     m ← β₁·m + (g − β₁·g)        v ← β₂·v + (g² − β₂·g²)        p ← p − (lr·λ)·p
 
-With 8-bit moments (torchao/optim/adam.py, `single_param_adam`) lr, λ and both powers of β are FP32 numbers, and m and v
-are rounded to 8 bits after the weight was moved by them as they were::
+With 8-bit moments (torchao/optim/adam.py, `single_param_adam`), lr, λ and both powers of β are FP32 numbers. The weight
+is updated with the FP32 moments, which are then rounded to 8 bits::
 
     p ← p − (lr·λ)·p
     m ← m + (1 − β₁)(g − m)
     v ← v + (1 − β₂)(g² − v)
     p ← p − lr·(m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
-    m, v ← in codes and scales
+    m, v ← codes and scales of m, v
 
-Those of bitsandbytes round in another order (torch_backend/kernels/bitsandbytes_adamw.py).
+bitsandbytes rounds in another order (torch_backend/kernels/bitsandbytes_adamw.py).
 
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon; in torch.optim.Muon's order) moves the matrices, AdamW the
-rest; the momentum is an average, as torch has it, not Jordan's sum, which is the same direction::
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon; in torch.optim.Muon's order) updates matrices, AdamW the
+other parameters. As in torch, the momentum is an average; Jordan's sum has the same direction::
 
     b ← b + (1 − μ)(g − b)
     u = b + (μ − 1)(b − g) with Nesterov, else b
     p ← p · (1 − lr·λ)
     p ← p − lr · 0.2·√max(rows, columns) · orthogonal(u)
 
-The factor gives an update the root mean square that AdamW's has (Liu et al. 2025, arXiv 2502.16982, equation 4).
+The factor gives the update the root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, equation 4).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from lockstep.torch_backend.kernels.bitsandbytes_adamw import (
 from lockstep.torch_backend.ranks.sharded_tensors import as_part, local, own_rows, rows_of, whole
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
-# Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
+# Newton–Schulz iteration: the coefficients of the quintic, and the smallest divisor of X (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
-# 8-bit codes are found for this many blocks of numbers together, a few MB of them.
+# Number of blocks that are converted to 8-bit codes together: a few MB.
 BLOCKS_AT_ONCE = 4096
 NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Group = dict[str, Any]
@@ -71,7 +71,7 @@ Group = dict[str, Any]
 def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Build the run's optimizer over the non-empty groups of core/model/names.py.
 
-    Each torch group carries its name under `group`, and under `lr_factor` the factor on the schedule's rate.
+    Each torch group has its name under `group`, and the factor on the scheduled learning rate under `lr_factor`.
     """
     groups, known = [], groups_of(config.model)
     group_of = {name: known.get(name) or _group_by_shape(name, p) for name, p in parameters.items()}
@@ -91,7 +91,7 @@ def build_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -
 
 
 def _group_by_shape(name: str, p: nn.Parameter) -> str:
-    """Return the group of a parameter that the graph does not have: a candidate's own, or one inside its wrapper."""
+    """Return the group of a parameter without a canonical name: a candidate's own, or one inside its wrapper."""
     if p.ndim > 1:
         return "matrices"
     return "biases" if name.endswith("bias") else "gains"
@@ -106,7 +106,7 @@ def _adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
 
 
 def _adamw8bit(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    # Under the fp64 policy nothing is rounded to 8 bits.
+    # The fp64 policy does not round moments to 8 bits.
     if config.precision.exact:
         return adamw(config.optim, groups)
     if config.optim.eight_bit == "bitsandbytes":
@@ -138,14 +138,14 @@ def _adamw8bit_in_words(config: RunConfig) -> str:
 class Builder:
     """A builder of an optimizer.
 
-    build: the run's optimizer over torch's parameter groups. words: what it is, for the table at start.
+    build: returns the run's optimizer over torch's parameter groups. words: describes it for the table at start.
     """
 
     build: Callable[[RunConfig, list[Group]], torch.optim.Optimizer]
     words: Callable[[RunConfig], str]
 
 
-# By the name of core/components/optimizers.py.
+# Builders by the name in core/components/optimizers.py.
 BUILDERS: dict[str, Builder] = {
     "adamw": Builder(_adamw, _adamw_in_words),
     "adamw8bit": Builder(_adamw8bit, _adamw8bit_in_words),
@@ -154,7 +154,7 @@ BUILDERS: dict[str, Builder] = {
 
 
 def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
-    """Return torch's AdamW: one kernel for all, or a list operation at a time."""
+    """Return torch's AdamW: fused into one kernel, or foreach, one list operation at a time."""
     fused = is_fused(optim)
     betas = optim.beta1, optim.beta2
     return torch.optim.AdamW(
@@ -164,10 +164,10 @@ def adamw(optim: OptimConfig, groups: list[Group]) -> torch.optim.AdamW:
 
 @cache
 def fused_adam_in_fp32(device: torch.device) -> bool:
-    """Return whether torch's fused AdamW takes hyperparameters in FP32 on a device; one element tells.
+    """Return whether torch's fused AdamW takes hyperparameters in FP32 on a device, found by an update of one element.
 
-    Its CUDA kernel does (aten/src/ATen/native/cuda/fused_adam_utils.cuh), the CPU's takes FP64. 1 − 0.999 is 1.3e-5
-    smaller in FP32.
+    The CUDA kernel takes FP32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh), the CPU kernel FP64. In FP32,
+    1 − 0.999 is smaller by a relative 1.3e-5.
     """
     as_float: dict[str, Any] = {"dtype": torch.float32, "device": device}
     parameter, gradient, first, second = torch.tensor([[0.0], [1.0], [0.0], [0.0]], **as_float)
@@ -186,15 +186,16 @@ def takes_fp32(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_fused(optim: OptimConfig) -> bool:
-    """Return whether AdamW is one kernel. `auto` is, on every device that a run can have."""
+    """Return whether AdamW is one fused kernel. `auto` is fused on every supported device."""
     return optim.fused is not False
 
 
 def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    """Return torchao's AdamW8bit. Inductor compiles its step where the run's programs are compiled.
+    """Return torchao's AdamW8bit. Inductor compiles its step if the run's programs are compiled with Inductor.
 
-    Compiled, it is torchao's own. Eager, its function goes over each parameter a stretch of blocks at a time: over a
-    whole one it makes a dozen tensors of the size, some of int64. The numbers are the same, each by itself.
+    A compiled step is torchao's own. In eager mode, torchao's function is called for a range of blocks at a time,
+    because for a whole parameter it allocates a dozen tensors of its size, some of them int64. The update is
+    element-wise within a block, so the results are the same.
     """
     with quiet_import():
         from torchao.optim import AdamW8bit
@@ -229,7 +230,7 @@ def eight_bit_adamw(config: RunConfig, groups: list[Group]) -> torch.optim.Optim
 
 
 def _in_stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield stretches of tensors of one shape, flat, in the same memory; the whole tensors if one is not contiguous."""
+    """Yield flat views of ranges of tensors of one shape; if one is not contiguous, yield the whole tensors once."""
     if not all(one.is_contiguous() for one in tensors if not in_codes(one)):
         yield list(tensors)
         return
@@ -239,7 +240,7 @@ def _in_stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _stretch(tensor: Any, which: slice) -> Any:
-    """Return some elements of a tensor, flat; those of torchao's are whole blocks."""
+    """Return a flat view of a range of elements; in an 8-bit tensor the range consists of whole blocks."""
     if not in_codes(tensor):
         return tensor.view(-1)[which]
     scale = tensor.scale[which.start // BLOCK : which.stop // BLOCK]
@@ -247,12 +248,12 @@ def _stretch(tensor: Any, which: slice) -> Any:
 
 
 def step_is_compiled(config: RunConfig) -> bool:
-    """Return whether torchao's step goes through torch.compile, whose only backend there is Inductor."""
+    """Return whether torchao's step is compiled; torchao supports only Inductor."""
     return config.compile.enabled and config.compile.backend == "inductor"
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices (rows, columns), one after another."""
+    """Muon for matrices (rows, columns), one after another."""
 
     def __init__(self, optim: OptimConfig, groups: list[Group]) -> None:
         keys = ("momentum", "nesterov", "ns_steps", "ns_dtype")
@@ -270,9 +271,9 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 grad, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
                 buffer.lerp_(grad, 1 - momentum)
-                # Each rank computes the whole update of a sharded matrix, and keeps its own rows.
+                # Each rank computes the whole update of a sharded matrix, and applies its own rows.
                 update = whole(as_part(grad.lerp(buffer, momentum) if group["nesterov"] else buffer, like=p))
-                # Under the fp64 policy nothing is rounded to a narrower format.
+                # The fp64 policy iterates in FP64.
                 dtype = torch.float64 if p.dtype == torch.float64 else NS_DTYPES[group["ns_dtype"]]
                 made = orthogonal(update.to(dtype), group["ns_steps"])
                 part = local(p)
@@ -280,17 +281,17 @@ class Muon(torch.optim.Optimizer):
                 part.add_(made[rows_of(p)].to(p.dtype), alpha=-lr * self.length(*p.shape))
 
     def length(self, rows: int, columns: int) -> float:
-        """Return the factor on lr that gives an update AdamW's root mean square."""
+        """Return the factor on lr that gives an update the root mean square of AdamW's."""
         return 0.2 * math.sqrt(max(rows, columns))
 
 
 def orthogonal(x: Tensor, steps: int) -> Tensor:
-    """Move the singular values of x (rows, columns) near 1, by Newton–Schulz in its dtype.
+    """Move the singular values of x (rows, columns) near 1 by Newton–Schulz iteration in the dtype of x.
 
-    X ← a·X + (b·G + c·G²)·X with G = X·Xᵀ, from X / ‖X‖; transposed where there are more rows than columns. Each of the
-    three products is one call, its sum included, and is rounded to the dtype once. The norm is not: torch.optim.Muon
-    rounds it to bf16, which moves all numbers by up to 0.4 %, and by as much again where two sums end at either side
-    of a tie.
+    X ← a·X + (b·G + c·G²)·X with G = X·Xᵀ, from X / ‖X‖; X is transposed if it has more rows than columns. Each of the
+    three products is one call that includes the sum, and is rounded to the dtype once. The norm is not rounded to the
+    dtype. torch.optim.Muon rounds it to bf16: that changes all elements by up to 0.4 %, and by another 0.4 % if two
+    sums round to different sides of a tie.
     """
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -304,7 +305,7 @@ def orthogonal(x: Tensor, steps: int) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the group `matrices`, AdamW for the others: two optimizers over one list of groups and one state."""
+    """Muon for the group `matrices` and AdamW for the others: two optimizers with one list of groups and one state."""
 
     def __init__(self, optim: OptimConfig, groups: list[Group]) -> None:
         matrices = [group for group in groups if group["group"] == "matrices"]
@@ -312,20 +313,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
             Muon(optim, matrices),
             adamw(optim, [group for group in groups if group["group"] != "matrices"]),
         )
-        # Both optimizers share the group objects: a change in one is in force in the other.
+        # This optimizer and the two inside it share the group objects and the state.
         super().__init__([group for one in self.optimizers for group in one.param_groups], {})
         for one in self.optimizers:
             one.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update once by each; `closure` is not called."""
+        """Run the step of both optimizers; `closure` is not called."""
         for one in self.optimizers:
             one.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate to the schedule's times the group's factor."""
+    """Set every group's learning rate to the scheduled rate `lr` times the group's factor."""
     for group in optimizer.param_groups:
         rate = lr * group["lr_factor"]
         if isinstance(group["lr"], Tensor):  # torchao's
@@ -342,8 +343,8 @@ def in_words(config: RunConfig) -> str:
 def global_norm(grads: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm over all gradients, a float64 scalar, accumulated in FP64.
 
-    `torch.nn.utils.get_total_norm` accumulates in FP32: on the CPU that is off by up to 2,400 ulp (3e-4) for a million
-    elements, because squares below half an ulp of the running sum vanish.
+    `torch.nn.utils.get_total_norm` accumulates in FP32. On the CPU its error is up to 2,400 ulp (3e-4) for a million
+    elements, because squares below half an ulp of the running sum are lost.
     """
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]))
 
@@ -358,7 +359,7 @@ def clip_coefficient(optim: OptimConfig, norm: Tensor) -> Tensor:
 def read_moments(
     config: RunConfig, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return moments by kind and canonical name, 8-bit ones as float32; zeros for parameters without a step."""
+    """Return moments by kind and canonical name, 8-bit ones decoded to float32; zeros before the first step."""
     return {
         kind: {name: moment_of(optimizer, parameters[name], kind) for name in names}
         for kind, names in moment_names(config).items()
@@ -366,14 +367,17 @@ def read_moments(
 
 
 def moment_of(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
-    """Return one moment of a parameter, as `read_moments` gives it."""
+    """Return one moment of a parameter; an 8-bit one is decoded to float32."""
     value = kept_moment(optimizer, p, kind)
     part = local(value)
     return as_part(numbers_of(part), like=p) if in_codes(part) else value
 
 
 def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) -> Tensor:
-    """Return one moment of a parameter as the optimizer keeps it: torchao's in codes and scales."""
+    """Return one moment of a parameter as the optimizer stores it: torchao's stays codes and scales.
+
+    bitsandbytes' is decoded to FP32. Before the first step the moment is zeros.
+    """
     entry = optimizer.state[p]
     if "state1" in entry:  # bitsandbytes'
         return read_moment(entry, kind)
@@ -382,24 +386,24 @@ def kept_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter, kind: str) ->
 
 
 def begun_moment(config: RunConfig, optimizer: torch.optim.Optimizer, name: str, p: nn.Parameter, kind: str) -> Tensor:
-    """Return `kept_moment`; before the first step, the zeros that a load puts there, in codes if it keeps codes."""
+    """Return `kept_moment`; before the first step, the zeros that a load would store, encoded for torchao."""
     if kind not in optimizer.state[p] and update_rules(config)[name] is TORCHAO_8BIT:
         return as_part(eight_bits(torch.zeros_like(local(p.detach())), signed=kind == "exp_avg"), like=p)
     return kept_moment(optimizer, p, kind)
 
 
 def in_codes(tensor: Tensor) -> bool:
-    """Return whether a tensor is torchao's, of 8-bit codes and scales."""
+    """Return whether a tensor is torchao's 8-bit tensor of codes and scales."""
     return hasattr(tensor, "codes")
 
 
 def numbers_of(tensor: Any) -> Any:
-    """Return the float32 numbers that torchao's codes and scales stand for; any other tensor as it is."""
+    """Decode torchao's 8-bit tensor to float32; return any other tensor unchanged."""
     return tensor.dequantize() if in_codes(tensor) else tensor
 
 
 def update_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the updates that the optimizer has counted of each parameter; Muon counts none."""
+    """Return the optimizer's count of updates of each parameter, by name; Muon has no counts."""
     entries = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
     return {name: int(entry["step"]) for name, entry in entries.items() if "step" in entry}
 
@@ -424,11 +428,14 @@ def put_moments(
     updates: int,
     read: Callable[[str, str], np.ndarray],
 ) -> None:
-    """Write moments, the part that this rank holds of each, and a count of updates into the optimizer."""
+    """Write moments and a count of updates into the optimizer.
+
+    read: (kind, name) → this rank's part of that moment.
+    """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     rules = update_rules(config)
     for name, p in parameters.items():
-        # A fused step counts on the device.
+        # A fused step keeps its count on the device.
         count = torch.tensor(float(updates), device=p.device if fused else "cpu")
         rule = rules[name]
         by_library = rule in (BITSANDBYTES, BITSANDBYTES_8BIT)
@@ -444,11 +451,12 @@ def put_moments(
 
 
 def eight_bits(value: Tensor, signed: bool) -> Tensor:
-    """Return torchao's 8-bit tensor that stands for `value`, exactly if `value` is what such a tensor stood for.
+    """Encode `value` (float32) as torchao's 8-bit tensor; a value that was decoded from one is encoded exactly.
 
-    A block's scale is its largest magnitude, whose code stands for 1. But the signed map ends at −0.993: where that
-    number is negative the block comes back smaller than its scale, and the scale is found from it, to the bit that
-    gives all of the block back. A block that no scale gives back is quantised as torchao would.
+    The scale of a block is its largest magnitude, which has the code of 1. But the smallest code of a signed moment is
+    −0.993, not −1. If the largest magnitude is negative, the decoded block has a smaller magnitude than its scale. Then
+    the scale is that magnitude / 0.993, or one of the two numbers next to it, whichever reproduces the whole block. A
+    block that no scale reproduces is quantised as torchao does.
     """
     with quiet_import():
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -464,13 +472,13 @@ def eight_bits(value: Tensor, signed: bool) -> Tensor:
 
 
 class _Nearest:
-    """The code nearest to a number, by the number's leading bits: a search of the map takes thirty times as long.
+    """A table of the nearest code by a number's leading bits, thirty times as fast as a search of the codes.
 
-    Numbers that share those bits lie within 0.1 %, and codes at least 0.35 % apart: what stands near a code has that
-    code. Between two codes it may have either.
+    Numbers with equal leading bits differ by at most 0.1 %, and adjacent codes by at least 0.35 %. A number close to a
+    code gets that code. A number in the middle between two codes may get either of them.
     """
 
-    # This many bits of a float32 are left out; 18 stay, 9 of the fraction among them.
+    # Number of low bits of a float32 that the table ignores; 18 bits stay, 9 of them of the fraction.
     SHIFT = 14
 
     def __init__(self, qmap: Tensor) -> None:
@@ -480,15 +488,16 @@ class _Nearest:
         self._codes = torch.bucketize(middle, (qmap[:-1] + qmap[1:]) / 2, out_int32=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return codes of float32 numbers, int32, flat."""
+        """Return the codes of float32 numbers, int32, flat."""
         leading = x.contiguous().view(torch.int32).view(-1) >> self.SHIFT
         return self._codes.index_select(0, leading.bitwise_and_((1 << (32 - self.SHIFT)) - 1))
 
 
 def _in_eight_bits(blocks: Tensor, nearest: _Nearest, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8) and scales of some blocks (N, BLOCK).
+    """Return codes (uint8, (N, BLOCK)) and scales (N,) of blocks (N, BLOCK).
 
-    Each scale is tried of the blocks that none before it gives back. Their numbers lie at codes, where it is right.
+    Each candidate for the scale is tried on the blocks that no earlier candidate reproduces. With the right scale, the
+    numbers of a block lie at codes, where `nearest` is exact.
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 

@@ -1,13 +1,13 @@
-"""Precision policies, and the matrix products whose casts are the policy. Twin: jax_backend/precision.py.
+"""Precision policies, and the matrix products that apply their casts. Twin: jax_backend/precision.py.
 
-Weights, residual stream, norms, RoPE, softmax and loss are in the *stream* dtype. A matrix product casts its operands
-to the *operand* dtype, accumulates in FP32 at least, and rounds its output to the operand dtype, except the head, whose
-logits leave the product in the stream dtype. Other roundings are the plan of casts (`precision.casts`): tensors
-that it keeps in the operand format have that dtype.
+Weights, residual stream, norms, RoPE, softmax and loss have the *stream* dtype. A matrix product casts its operands to
+the *operand* dtype, accumulates in FP32 or wider, and rounds its output to the operand dtype. The head is an exception:
+its logits have the stream dtype. The plan of casts (`precision.casts`) adds other roundings: it lists the tensors that
+are kept in the operand dtype.
 
-Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products, whose
-results are bf16, then FP32. For `linear` that is what autograd makes of the casts; `head` needs a rule of its own: its
-weight's gradient, a sum over all tokens that is made chunk by chunk, leaves the product in the stream dtype.
+Backward casts under bf16: the gradient of a product's output is rounded to bf16 before both backward products. Their
+results are rounded to bf16 and then cast to FP32. For `linear`, autograd derives this from the casts. `head` has a
+backward formula of its own: the gradient of its weight, a sum over all tokens, is not rounded to bf16.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 class Policy:
     """A precision policy in torch's dtypes.
 
-    stream: dtype of everything but matrix operands. operand: dtype of both operands of a matrix product.
-
-    onednn: FP32 products on the CPU are oneDNN's, not those of torch's BLAS: the order of their sums is another one.
-    casts: what else is rounded to the operand dtype.
+    stream: dtype of all tensors except operands of products. operand: dtype of both operands of a matrix product.
+    onednn: compute FP32 products on the CPU with oneDNN, which sums in another order than torch's BLAS. casts: the plan
+    of casts, which other tensors are rounded to the operand dtype.
     """
 
     name: str
@@ -46,20 +45,20 @@ class Policy:
     casts: CastPlan = LOCKSTEP
 
     def kept(self, x: Tensor, key: str) -> Tensor:
-        """Cast x to the dtype in which the plan of casts keeps `key`: the operand dtype, or the stream's."""
+        """Cast x to the dtype that the plan of casts sets for `key`: the operand or the stream dtype."""
         return x.to(self.operand if self.casts.keeps(key) else self.stream)
 
     def read(self, x: Tensor, key: str) -> Tensor:
-        """Cast x to the stream dtype where something reads it. key: of the plan, by which x is kept; the twin needs it.
+        """Cast x to the stream dtype before an operation reads it. key: the entry of the plan that x was kept by.
 
-        The residual stream gets a node of its own in autograd's graph. A norm uses its input more than once: all that
-        it sends back there is added up before anything else, as with a tap, whatever the norm's code is.
+        The residual stream also gets an autograd node. A norm uses its input several times, and at this node its
+        gradients are summed before those of other readers are added. So the order of the sum is the same with a tap.
         """
         x = x.to(self.stream)
         return x.view_as(x) if key == "residual" else x
 
     def rotated(self, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply a rotation with the plan's casts of what it reads and writes."""
+        """Apply a rotation with the plan's casts of its input and its output."""
         x = self.kept(x, "rope") if self.casts.rounds("rope") else self.read(x, "linear")
         return self.kept(rotate(self.read(x, "rope") if self.casts.rotates_widely else x), "rotation")
 
@@ -69,7 +68,7 @@ class Policy:
         return (cos.to(self.operand), sin.to(self.operand)) if self.casts.rotates_narrowly else (cos, sin)
 
     def activated(self, activate: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Apply an activation with the plan's casts of what it reads, one tensor or gate and up, and writes."""
+        """Apply an activation with the plan's casts of its inputs (one tensor, or gate and up) and its output."""
         if not self.casts.rounds("act"):
             return activate(*(self.read(x, "linear") for x in inputs))
         inputs = tuple(self.kept(x, "act") for x in inputs)
@@ -78,8 +77,8 @@ class Policy:
         return self.kept(activate(*inputs), "act")
 
 
-# By the name of core/components/precision.py. CUDA makes TF32 of FP32 operands (torch_backend/switches.py sets that).
-# FP8 applies to single layers, not to a policy.
+# Dtypes by the name in core/components/precision.py. For tf32, CUDA rounds FP32 operands to TF32
+# (torch_backend/switches.py). FP8 is a property of single layers and has no entry.
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -93,7 +92,7 @@ POLICIES = {
 
 
 def policy_of(config: RunConfig) -> Policy:
-    """Return the policy of a run. Raises UserError for oneDNN's products if torch was built without oneDNN."""
+    """Return the policy of a run. Raises UserError if it needs oneDNN and torch was built without it."""
     return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config), casts=config.precision.plan)
 
 
@@ -103,8 +102,8 @@ def products_in_force(config: RunConfig) -> dict[str, str]:
 
 
 def _by_onednn(config: RunConfig) -> bool:
-    # A session's configuration is settled (core/config/auto.py); `auto` remains where it means BLAS. Under bf16 the few
-    # FP32 products, the head's, stay those that bounds were measured with.
+    # A session's configuration has no `auto` that means oneDNN (core/config/auto.py); a remaining `auto` means BLAS.
+    # Under bf16 the few FP32 products, those of the head, stay BLAS: the bounds were measured with it.
     asked = config.precision.cpu_products == "onednn"
     if asked and not torch.backends.mkldnn.is_available():
         raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
@@ -112,12 +111,11 @@ def _by_onednn(config: RunConfig) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float8: Float8 | None = None) -> Tensor:
-    """Project x (…, in) by weight (out, in) → (…, out).
+    """Project x (…, in) by weight (out, in) and add the bias (out,) → (…, out).
 
-    The output, to which the bias is added, is in the stream dtype unless the plan of casts sets another.
-
-    float8: makes the product in FP8 (torch_backend/kernels/float8.py), under a policy whose operands are bf16: a layer
-    in FP8 is so under the run's own policy, and `evaluate` may ask for another one.
+    The output has the stream dtype unless the plan of casts sets the operand dtype. float8: the FP8 recipe of the layer
+    (torch_backend/kernels/float8.py). It applies only if the policy's operands are bf16; `evaluate` may use another
+    policy.
     """
     x = x.to(policy.operand)
     in_float8 = float8 is not None and policy.operand == torch.bfloat16
@@ -135,7 +133,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
 
 
 def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tensor:
-    """Compute a product with a bias of the operand dtype, and one rounding of the sum. x is of the operand dtype."""
+    """Compute x·Wᵀ + b with all operands in the operand dtype, and round the sum once. x has the operand dtype."""
     weight, bias = weight.to(policy.operand), bias.to(policy.operand)
     if slow(x):
         wide = F.linear(x.to(policy.stream), weight.to(policy.stream), bias.to(policy.stream))
@@ -144,9 +142,9 @@ def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tenso
 
 
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
-    """Return logits (B, S, V) in the stream dtype: operands rounded to the operand dtype, output not rounded.
+    """Return logits (B, S, V): operands are rounded to the operand dtype, the output has the stream dtype.
 
-    Under a plan that rounds logits they are a linear layer's, in the operand dtype.
+    If the plan of casts rounds logits, they are computed like a linear layer, and have the operand dtype.
     """
     if policy.casts.rounds("logits"):
         return linear(x_BSD, weight_VD, None, policy).to(policy.operand)
@@ -172,7 +170,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _Head(torch.autograd.Function):
-    """The product of an FP32 head whose gradient is rounded before both products; autograd would leave it in FP32."""
+    """The product of a head with FP32 output; the backward pass rounds the output's gradient before both products.
+
+    Plain autograd would keep that gradient in FP32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, onednn: bool) -> Tensor:
@@ -191,19 +192,19 @@ class _Head(torch.autograd.Function):
 
 
 def slow(x: Tensor) -> bool:
-    """Return whether this operand's products are FP32 and then rounded: FP16 on the CPU is fifty times as slow."""
+    """Return whether products of x are computed in FP32 and then rounded: FP16 on the CPU, fifty times as slow."""
     return x.dtype == torch.float16 and not x.is_cuda
 
 
 def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
-    """Multiply two matrices of the operand dtype; round to that dtype and return it in the stream dtype `out`."""
+    """Multiply two matrices of the operand dtype, round the product to that dtype, and cast it to `out`."""
     if slow(left) or left.dtype == out:
         return wide_product(left, right, out, onednn).to(left.dtype).to(out)
     return torch.mm(left, right).to(out)
 
 
 def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
-    """Multiply two matrices of the operand dtype into the stream dtype `out`: not rounded on the way out."""
+    """Multiply two matrices of the operand dtype; the product has the stream dtype `out`, without another rounding."""
     if left.is_cuda and left.dtype != out:
         return torch.mm(left, right, out_dtype=out)
     # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
@@ -212,10 +213,10 @@ def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = F
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False) -> None:
-    """Add the wide product of two matrices of the operand dtype to `total`, of the stream dtype, in its memory.
+    """Add the wide product of two matrices of the operand dtype to `total`, of the stream dtype, in place.
 
-    CUDA's product adds while it writes (cuBLAS: beta = 1): an FP32 sum of its terms and what stands there, rounded as
-    if the product had been written and read again. The CPU's is made first.
+    On CUDA the product adds to `total` as it writes (cuBLAS, beta = 1), with the roundings of a separate product and
+    sum. On the CPU the product is computed first.
     """
     if left.is_cuda and left.dtype != total.dtype:
         _add_product(total, left, right)
@@ -223,16 +224,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False
         total += wide_product(left, right, total.dtype, onednn)
 
 
-# Inductor would write the sum into a separate tensor.
+# A custom operation: Inductor would write the sum into a new tensor.
 @torch.library.custom_op("lockstep::add_product", mutates_args=("total",))
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply two FP32 matrices on the CPU with oneDNN, (m, k) · (k, n).
+    """Multiply two FP32 matrices on the CPU with oneDNN, (m, k) · (k, n) → (m, n).
 
-    MKL, torch's BLAS on x86, keeps to AVX2 on processors that are not Intel's; oneDNN uses AVX-512 wherever it is.
+    MKL, torch's BLAS on x86, uses no more than AVX2 on processors that are not made by Intel. oneDNN uses AVX-512 on
+    every processor that has it.
     """
     made: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
     return made

@@ -33,19 +33,19 @@ from lockstep.torch_backend.tools.step_timer import StepTimer
 from lockstep.torch_backend.upload import on_device
 
 Tensors = Mapping[str, Tensor]
-# torch.compile refuses to compile one function more often than this.
+# torch.compile's limit of compilations of one function.
 SESSIONS = 64
 
 
 def _of_array(
     program: Callable[..., Any], tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *others: Any
 ) -> Any:
-    """Call `program` with a total of shape [1], which it takes as a scalar."""
+    """Call `program` with `total`, of shape (1,), as a scalar."""
     return program(tokens, targets, weights, total.reshape(()), *others)
 
 
 class Tapping(NamedTuple):
-    """A tap, what it has seen by name, and products whose sum the backward pass begins with."""
+    """A tap, the tensors that it recorded by name, and terms whose sum is the start of the backward pass."""
 
     tap: Tap
     seen: dict[str, Any]
@@ -53,21 +53,22 @@ class Tapping(NamedTuple):
 
 
 def _is_of(name: str, block: str) -> bool:
-    """Return whether a tensor stands in a block, `blocks.3`; each does in `""`."""
+    """Return whether a tensor belongs to a block, such as `blocks.3`; every tensor belongs to `""`."""
     return not block or name.startswith(f"{block}.")
 
 
 def _part(tensors: Tensors, block: str) -> dict[str, Tensor]:
-    """Return a block's tensors, by what follows its name: `.attn.q`."""
+    """Return a block's tensors; their names lack the block's name: `.attn.q`."""
     return {name.removeprefix(block): tensor for name, tensor in tensors.items() if _is_of(name, block)}
 
 
 class Programs:
     """The model, optimizer and settings of one run, with the programs of a micro-batch.
 
-    model: with weights in the stream dtype. parameters: by canonical name. policy: casts in force. ranks: how batches
-    are shared with other ranks, None for one. root: the outermost module where weights are cut over ranks. scalars: as
-    in `State`. step_timer: times the parts of a step. trace: names them for a profiler (torch_backend/tools/nvtx.py).
+    model: the model, with weights in the stream dtype. parameters: its parameters by canonical name. policy: the casts
+    in force. ranks: distribution of batches over ranks, None for one rank. root: the outermost module of sharded
+    weights, else None. scalars: as in `State`. step_timer: timer of the parts of a step. trace: names of these parts
+    for a profiler (torch_backend/tools/nvtx.py).
     """
 
     config: RunConfig
@@ -83,14 +84,14 @@ class Programs:
     steps_done: int
     step_timer: StepTimer
     trace: Trace
-    # By the whole model's tap and a block's name, where each block has its own tap.
+    # (tap of the whole model, name of a block) → the block's own tap, if blocks have taps of their own.
     _taps_of_blocks: Mapping[tuple[Tap, str], Tap]
 
     def build_program(self) -> Any:
-        """Compile the forward pass: of the whole model, or one program for all blocks and one for the chunked head.
+        """Compile the forward pass: the whole model, or one program for all blocks and one for the chunked head.
 
-        The blocks' program is compiled once; the code between them runs eagerly, and so do the blocks themselves
-        where no gradients are computed: they would be compiled anew for each length and policy of a sample or a score.
+        With one program for all blocks, the code between blocks runs eagerly. Passes without gradients run the blocks
+        eagerly too: a sample or a score would compile a program for each length and policy.
         """
         if self.config.compile.scope == "model":
             return self.compiled_loss(self.micro_loss)
@@ -101,20 +102,20 @@ class Programs:
         return self.micro_loss
 
     def compiled(self, program: Any) -> Any:
-        """Compile `program` with torch.compile as configured."""
+        """Compile `program` with torch.compile and the run's settings."""
         config = self.config.compile
-        # A process may open many sessions (a replay, a bisection), each with programs of the same functions.
+        # A process may open many sessions (a replay, a bisection), and each compiles the same functions.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
-        # A tap inside a part that is recomputed notes what it sees in the forward pass alone.
+        # A tap in a recomputed part records only in the forward pass.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         options: Any = None
         if config.backend == "inductor":
-            # Inductor drops a cast to bf16 and back inside a fusion, and with it the policy's rounding of the head's
-            # operands.
+            # By default Inductor removes a cast to bf16 and back inside a fusion, which would remove the rounding of
+            # the head's operands.
             options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}
             if self.policy.stream == torch.float64:
-                # Inductor's kernels for CUDA that reduce along both axes keep their sums in FP32 whatever they add
-                # (torch/_inductor/codegen/triton.py, `codegen_body`): in FP64 Triton refuses them.
+                # Inductor's CUDA kernels that reduce along both axes have FP32 sums for every dtype
+                # (torch/_inductor/codegen/triton.py, `codegen_body`). With FP64 operands Triton rejects them.
                 options["triton.mix_order_reduction"] = False
             options |= program_cache.options_of(type(self))
         made: Any = torch.compile(program, fullgraph=True, dynamic=False, backend=config.backend, options=options)
@@ -122,7 +123,7 @@ class Programs:
             return made
         settings = {"activation_memory_budget": self.config.recompute.memory_budget}
         settings |= program_cache.settings_of(type(self))
-        # DDP accepts only a module.
+        # DDP requires a module.
         module = isinstance(program, nn.Module)
         inner = made.forward if module else made
 
@@ -138,9 +139,9 @@ class Programs:
     def compiled_loss(self, program: Any) -> Any:
         """Compile `program`, whose arguments begin with tokens, targets, weights and total.
 
-        total goes in as an array of one number. A 0-d FP64 tensor on the CPU may be a number that `item()` reads:
-        torch.compile gives it a symbol, finds that nothing reads that (torch/fx/passes/_tensorify_python_scalars.py),
-        and traces the whole program a second time.
+        `total` is passed as a tensor of shape (1,). For a 0-d FP64 tensor on the CPU, torch.compile creates a symbol,
+        because `item()` may read it. It then finds no reader (torch/fx/passes/_tensorify_python_scalars.py) and traces
+        the whole program again.
         """
         made = self.compiled(partial(_of_array, program))
 
@@ -152,7 +153,10 @@ class Programs:
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ weight·loss / total of a micro-batch, and per-token losses (B, S). documents: as in `documents`."""
+        """Return Σ weight·loss / total of a micro-batch, and per-token losses (B, S).
+
+        documents: result of `documents`, (B, S) or absent.
+        """
         return self.model.loss(tokens, targets, weights, total, self.policy, *documents)
 
     def tapped_micro_loss(
@@ -167,11 +171,19 @@ class Programs:
         given: Tensors,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `micro_loss` and its taps; a zero is added to each probed one, whose gradient is the tap's.
+        """Return the loss of a micro-batch and its taps; the gradient of a probe is the gradient of its tap.
 
-        rows: the sequences whose taps are shown and probed; None for all of them. Then a zero is added to what is not
-        probed too: gradients that meet are summed in the same order, whichever of them are shown. given: gradients of
-        taps, where the backward pass begins in the place of the loss.
+        Args:
+            wanted: names of the taps to record.
+            tokens: tokens (B, S).
+            targets: targets (B, S).
+            weights: loss weights (B, S).
+            total: divisor of the loss.
+            rows: the sequences to record and probe; None for all. If given, a zero is also added to each tensor that is
+                not probed, so that gradients are summed in the same order for every choice of names.
+            probes: name of a tap → zeros that are added to it.
+            given: gradients of taps. The backward pass begins at these taps; if empty, at the loss.
+            documents: document ids (B, S), or absent.
         """
 
         def tapping(of: str) -> Tapping:
@@ -187,7 +199,7 @@ class Programs:
                     zero = zeros[name].to(value.dtype)
                     all_rows = rows is None or zero.shape == value.shape
                     value = value + zero if all_rows else value.index_add(0, cast(Tensor, rows), zero)
-                # A recomputed tensor passes here twice; the first time belongs to the forward pass.
+                # A recomputed tensor is tapped twice. The first time is that of the forward pass.
                 if name in shown and name not in seen:
                     seen[name] = value.detach() if rows is None else value.detach()[rows]
                 if name in begins:
@@ -211,9 +223,10 @@ class Programs:
         table: Tensor,
         *documents: Tensor,
     ) -> tuple[Tensor, dict[str, Kept]]:
-        """Return `micro_loss`, and sketch and statistics of each tap's `rows`, its first axis.
+        """Return the loss of a micro-batch, and the sketch and statistics of each tap's sequences `rows`.
 
-        Sᵀ·0 is added to them, so that the gradient of the probe, 0, is the sketch of the tap's gradient.
+        Sᵀ·probe is added to each tap. The probe is a zero of shape (K,), and its gradient is the sketch of the tap's
+        gradient. table: signs of the sketch.
         """
 
         def tapping(of: str) -> Tapping:
@@ -235,13 +248,13 @@ class Programs:
     def _observed_loss(
         self, tapping: Callable[[str], Tapping], *inputs: Tensor
     ) -> tuple[Tensor, dict[str, Any], list[Tensor]]:
-        """Return the loss of `micro_loss`, what the taps saw by name, and their `ends`.
+        """Return the loss of `micro_loss`, the recorded tensors by name, and the `ends` of all taps.
 
-        tapping: makes the tap of a block, `blocks.3`, or of the whole model, `""`.
+        tapping: creates the tap of a block, such as `blocks.3`, or of the whole model, `""`.
 
-        Blocks that are compiled by themselves each get a tap of their own, which knows names without the block's:
-        `.attn.q`. So one program serves all blocks, as it does without a tap. A tap that somebody puts in the place of
-        the model's, as a mutant does, gets whole names.
+        If blocks are compiled one by one, each block has its own tap, and names lack the block's: `.attn.q`. Then one
+        program serves all blocks, as without taps. Any other tap set on the model, such as a mutant's, receives full
+        names.
         """
         whole = tapping("")
         if not self.config.compile.enabled or self._compiles_whole:
@@ -258,7 +271,7 @@ class Programs:
         return loss, whole.seen, whole.ends
 
     def _of_block(self, eager: Any) -> Any:
-        """Return a block's `forward`, compiled for passes with gradients; called with the block's own tap, if any."""
+        """Return a block's `forward`, compiled for passes with gradients; it uses the block's own tap, if any."""
         compiled = self.compiled(eager)
 
         def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
@@ -271,7 +284,7 @@ class Programs:
     def _through(
         self, tap: Tap, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> Tensor:
-        """Compute the loss of `micro_loss`, the model's tensors passing `tap` on their way."""
+        """Compute the loss of `micro_loss` with `tap` set on the model."""
         self.model.tap = tap
         try:
             loss, _ = self.micro_loss(tokens, targets, weights, total, *documents)
@@ -281,25 +294,25 @@ class Programs:
 
     @property
     def replays(self) -> bool:
-        """Return whether the program is a CUDA graph."""
+        """True if the program is a CUDA graph."""
         return self.device.type == "cuda" and self.config.compile.enabled and self.config.compile.mode != "default"
 
     @property
     def scale(self) -> float:
-        """The loss scale, 1 but under fp16."""
+        """The loss scale; 1 unless the policy is fp16."""
         return self.scalars.get(SCALE, 1.0)
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """Divide a gradient by the loss scale; the same tensor where that is 1."""
+        """Divide a gradient by the loss scale; return the same tensor if the scale is 1."""
         return gradient if self.scale == 1 else gradient / self.scale
 
     def total_weight(self, batch: Batch) -> Tensor:
         """Return Σ weight over a batch / loss scale, a float64 scalar on the device: the divisor of the loss.
 
-        Every gradient is then larger by the loss scale; it is a power of two, and nothing is rounded.
+        The loss scale multiplies every gradient. It is a power of two, so it rounds nothing.
         """
         total = float(batch.weights.sum(dtype=np.float64)) / self.scale
-        # Filled on the device: a copy to it would block the host.
+        # The scalar is filled on the device: a copy to the device would block the host.
         return torch.full((), total, dtype=torch.float64, device=self.device)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,21 +321,21 @@ class Programs:
         return tokens, targets, weights.to(self.policy.stream)
 
     def documents(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return documents (B, S), int64 on the device, alone in a tuple, where attention uses them; else nothing.
+        """Return a tuple with document ids (B, S), int64 on the device, if attention uses them; else ().
 
-        Raises ValueError if it does and the batch has none.
+        Raises ValueError if attention uses documents and the batch has none.
         """
         found = batch.documents_for(self.config.attention)
         return () if found is None else tuple(on_device(batch, ("documents",), self.device))
 
     def _run(self, program: Any, *inputs: Any) -> Any:
-        """Run a program over the model's weights, on this rank alone or, where they are cut, on all of them."""
+        """Run a program that reads the model's weights; every rank takes part if the weights are sharded."""
         self.switches.require()
         return program(*inputs) if self.ranks is None else self.ranks.run(program, *inputs)
 
     @contextmanager
     def _declaring(self, policy: str) -> Iterator[None]:
-        """Put what another policy declares in force while the block runs."""
+        """Set torch's switches as another policy declares them, while the context is active."""
         own, other = self.switches, Switches(policy, self.device)
         if other.declared == own.declared:
             yield
@@ -342,17 +355,17 @@ class Programs:
         return self.ranks.grads(loss, wanted)
 
     def _total_alone(self, batch: Batch) -> Tensor:
-        """Return `total_weight` for what rank 0 computes alone."""
+        """Return `total_weight` for a loss that counts only on rank 0."""
         total = self.total_weight(batch)
         return total if self.ranks is None else self.ranks.total(total)
 
     @property
     def _compiles_whole(self) -> bool:
-        """Return whether torch.compile is given a program of the whole model, and not its blocks."""
+        """True if torch.compile compiles a program of the whole model, not block by block."""
         return self.config.compile.enabled and self.config.compile.scope == "model"
 
     def _programs_made(self) -> int:
-        """Return how many graphs torch.compile has compiled in this process."""
+        """Return the number of graphs that torch.compile has compiled in this process."""
         if not self.config.compile.enabled:
             return 0
         from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""The session of one run in torch: weights, optimizer state and the training step, behind core/backend.py."""
+"""The session of one run in torch: weights, optimizer state and the training step. It implements core/backend.py."""
 
 from __future__ import annotations
 
@@ -78,32 +78,32 @@ from lockstep.torch_backend.upload import uploaded
 
 
 class TorchSession(Observes):
-    """A run in torch. Subclass and override a method to make another candidate (docs/guide/candidates.md)."""
+    """A run in torch. A subclass that overrides a method is another candidate (docs/guide/candidates.md)."""
 
     def __init__(self, config: RunConfig) -> None:
         self.device = resolve_device(config)
-        # `auto` is replaced by the value that it stands for here.
+        # Replace `auto` by the value for this device.
         self.config = config = settled(config, self.device.type)
         switch(config, self.device)
         self.switches = Switches(config.precision.policy, self.device)
         self.switches.set()
         self.policy: Policy = policy_of(config)
         self.float8 = float8(config.precision, self.device)
-        # Opens a profiler's range for each part of a step (torch_backend/tools/nvtx.py).
+        # Creates a profiler range for each part of a step (torch_backend/tools/nvtx.py).
         self.trace = trace_of(config, self.device)
         self.steps_done = 0
-        # The programs that torch.compile has made for the step, and the lengths of sequences that they are for.
+        # Number of programs that torch.compile has compiled for steps, and the sequence lengths of the steps so far.
         self.programs, self._stepped = 0, set[int]()
         self.scalars = first_scalars(config)
-        # Under FP8's delayed scaling, by layer: the amaxes that its scales are made of, and those that a step has seen.
+        # Under FP8's delayed scaling: the amaxes of the scales, by layer, and those that the current step measured.
         self.amaxes: dict[str, Tensor] = {}
         self._amaxes_seen: Tensor | None = None
         self._told_amaxes: Amaxes = {}
         self._seen_at_taps: dict[str, Tensor] = {}
         self.step_timer = StepTimer(self.device)
-        # The outermost module of a model whose weights are cut over ranks.
+        # The outermost module of a model with sharded weights.
         self.root: Root | None = None
-        # How a tensor of the state or a gradient is shown: whole, or this rank's part of it.
+        # Copies a tensor of the state or a gradient to the host: the whole tensor, or this rank's part.
         self._shown: Callable[[Tensor | None], np.ndarray] = to_numpy
         self.model = self.build_model()
         if has_own_head(self.model):
@@ -112,20 +112,20 @@ class TorchSession(Observes):
         self.optimizer = self.build_optimizer()
         self._taps_of_blocks = {}
         self._micro_loss = self.build_program() if config.compile.enabled else self.micro_loss
-        # A compiled block that was tapped would become another program the second time. A kept program gives the same
-        # bits.
+        # A recomputed compiled block with a tap would be compiled again for the recomputation. Blocks with taps are not
+        # recomputed then, which gives the same bits.
         apply_recompute(self.model, config.recompute, tapped=not config.compile.enabled or self._compiles_whole)
         self._tapped_programs: dict[tuple[frozenset[str], bool], Any] = {}
         self._sound_windows: set[frozenset[str]] = set()
         self._free_at_first: float | None = None
         self._sketching: tuple[Any, Any, Tensor] | None = None
         self._parts: StepParts | None = None
-        # Kept only while `stream_gradients` runs.
+        # Receives the gradients of a single micro-batch's program, while `stream_gradients` runs.
         self._take_program: Take | None = None
-        # A function of a step's loss, NLL and gradients before they are clipped, and its result.
+        # A function that reads a step's loss, NLL and gradients before clipping, and its result.
         self._show_step: Callable[[Tensor, list[Tensor]], Any] | None = None
         self._of_step: Any = None
-        # The inputs of a step's programs, by array, a micro-batch each; None while they are not kept.
+        # The inputs of a step's programs, name → one tensor per micro-batch; None while they are not kept.
         self._inputs: dict[str, list[Tensor]] | None = None
         self.ranks: Sharing | None = None
         self._writer = Writer(self)
@@ -133,7 +133,7 @@ class TorchSession(Observes):
         self._set_amaxes()
 
     def build_model(self) -> Transformer:
-        """Build the model with unset weights in the policy's stream dtype (RoPE tables stay FP64 until used)."""
+        """Build the model with unset weights in the policy's stream dtype; RoPE tables are FP64."""
         with torch.device("meta"):
             model = Transformer(self.config)
         model.to(self.policy.stream)
@@ -150,23 +150,26 @@ class TorchSession(Observes):
         return build_optimizer(self.config, self.parameters)
 
     def join_ranks(self) -> None:
-        """Share batches with the default process group. Every rank calls it (torch_backend/ranks/session.py)."""
+        """Share batches with the other ranks of the default process group; every rank calls it.
+
+        See torch_backend/ranks/peer_session.py.
+        """
         self.ranks = self.build_ranks()
         self._micro_loss = self.ranks.alone
         self._writer.join_ranks()
 
     def build_ranks(self) -> Sharing:
-        """Return how this session shares its batches with the other ranks."""
+        """Return the object that distributes batches over ranks: DDP, or FSDP2 if weights are sharded."""
         return Ranks(self) if self.root is None else ShardedRanks(self)
 
     @collects
     def state(self) -> State:
-        """Return a copy of weights, moments and step count. Where weights are cut over ranks, every rank calls it."""
+        """Return a copy of weights, moments and step count. If weights are sharded, every rank calls it."""
         found = Collected()
         return found.state(self.stream_state(found))
 
     def stream_state(self, take: Take) -> State:
-        """Hand copies of weights and moments to `take`, one at a time; return the state without them."""
+        """Pass copies of weights and moments to `take`, one at a time; return the state without them."""
         kinds = moment_names(self.config)
         for name, p in self.parameters.items():
             take(PARAMS, name, self._shown(p))
@@ -177,7 +180,7 @@ class TorchSession(Observes):
 
     @contextmanager
     def showing_parts(self) -> Iterator[None]:
-        """Make streams give, of each weight, moment and gradient, what this rank holds, while the block runs."""
+        """Make streams pass only this rank's part of each weight, moment and gradient, while the context is active."""
         self._shown = part_to_numpy
         try:
             yield
@@ -185,7 +188,7 @@ class TorchSession(Observes):
             self._shown = to_numpy
 
     def state_checksums(self) -> dict[str, float]:
-        """Return checksums of what this rank holds by `params/NAME` and `KIND/NAME`, and the step and the scalars."""
+        """Return checksums of this rank's tensors by `params/NAME` and `KIND/NAME`, and the step and the scalars."""
         weights = ((f"{PARAMS}/{name}", p) for name, p in self.parameters.items())
         moments = (
             (f"{kind}/{name}", begun_moment(self.config, self.optimizer, name, self.parameters[name], kind))
@@ -195,13 +198,12 @@ class TorchSession(Observes):
         return {**checksums(itertools.chain(weights, moments)), "step": self.steps_done, **self.scalars}
 
     def load(self, state: State) -> None:
-        """Take over a canonical state. Raises ValueError if names or shapes are not this model's.
+        """Load a canonical state. Raises ValueError if names or shapes are not this model's.
 
-        Where weights are cut over ranks, its arrays may be whole, or this rank's rows.
+        If weights are sharded, the arrays may be whole or only this rank's rows.
         """
         check_state(self.config, state, {name: part_shape(p) for name, p in self.parameters.items()})
-        # Gradients and copies of another state, which are not read any more: a check that judges beside it needs their
-        # memory.
+        # Free gradients and copies of the former state: a check that runs beside this session needs their memory.
         self.optimizer.zero_grad(set_to_none=not self.replays)
         self._writer.release()
         self._load_parameters(state.params)
@@ -209,13 +211,13 @@ class TorchSession(Observes):
         self._go_on_from(state.step, state.scalars)
 
     def update_counts(self) -> Mapping[str, int]:
-        """Return the updates that the optimizer has counted of each parameter; none before its first one."""
+        """Return the optimizer's count of updates of each parameter; no entry before the first update."""
         return update_counts(self.optimizer, self.parameters)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
-        """Take over the state in a checkpoint's folder; of each tensor, what this rank holds is all that is read.
+        """Load the state in a checkpoint's folder; of each tensor, only this rank's part is read.
 
-        Raises ValueError if names or shapes are not this model's, and what reading raises.
+        Raises ValueError if names or shapes are not this model's, and the errors of reading.
         """
         if self.root is None:
             self.load(read_state(folder, step, scalars))
@@ -243,35 +245,35 @@ class TorchSession(Observes):
         set_amaxes(self.amaxes, amaxes_in_force(self.config, self.scalars))
 
     def amaxes_of_pass(self) -> Arrays:
-        """Return, by layer, the largest magnitudes in the last pass over gradients; nothing before the first one."""
+        """Return the amaxes (3,) that the last accumulation measured, by layer; {} before the first one."""
         if self._amaxes_seen is None:
             return {}
         return dict(zip(self.amaxes, to_numpy(self._amaxes_seen), strict=True))
 
     def amaxes_of_parts(self) -> list[Arrays]:
-        """Return the amaxes of each micro-batch of a step whose parts are kept (`keep_parts`)."""
+        """Return the amaxes by layer of each micro-batch of a step that `keep_parts` preceded."""
         amaxes = self._parts.amaxes if self._parts is not None else []
         return [dict(zip(self.amaxes, to_numpy(one), strict=True)) for one in amaxes]
 
     @part("checkpoint")
     def write(self, folder: Path) -> WritingTorch:
-        """Start to write the state by torch.distributed.checkpoint; every rank of the session calls it.
+        """Start to write the state with torch.distributed.checkpoint. Every rank of the session calls it.
 
-        Gradients are released first: where weights are in host memory, the copy takes as much.
+        Gradients are freed first: on the CPU, the copy of the weights takes as much memory.
         """
         if not self.replays:
             self.optimizer.zero_grad(set_to_none=True)
         return self._writer.begin(folder)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """Return the states of torch's random number generators, uint8 by name. Nothing here draws; a subclass may."""
+        """Return the states of torch's random number generators, uint8 by name. Only a subclass may draw from them."""
         found = {"torch_cpu": torch.get_rng_state().numpy().copy()}
         if self.device.type == "cuda":
             found["torch_cuda"] = torch.cuda.get_rng_state(self.device).numpy().copy()
         return found
 
     def set_random_state(self, states: Arrays) -> None:
-        """Take over what `random_state` gave; what is not there, or of another device, stays as it is."""
+        """Set the generators from a result of `random_state`; a generator without an entry or a device is unchanged."""
         if "torch_cpu" in states:
             torch.set_rng_state(torch.from_numpy(states["torch_cpu"].copy()))
         if "torch_cuda" in states and self.device.type == "cuda":
@@ -279,9 +281,10 @@ class TorchSession(Observes):
 
     @part("step")
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Accumulate gradients over micro-batches, clip by the global norm, update. `norms` adds norms by group.
+        """Accumulate gradients over micro-batches, clip by the global norm, update.
 
-        If the loss or a gradient is not finite, weights and moments stay: raises NotFinite, or counts a step left out.
+        norms: add the norms of weights, gradients and updates by group to the record. If the loss or a gradient is not
+        finite, weights and moments stay: it raises NotFinite, or counts a skipped step.
         """
         made = self.programs
         self.step_timer.begin()
@@ -299,7 +302,7 @@ class TorchSession(Observes):
                 group_norms = self._norms({n: p.grad for n, p in self.parameters.items()})
         coefficient = self.clip_coefficient(norm).to(self.policy.stream)
         lr = learning_rate(self.config.optim, self.steps_done + 1, self.config.train.steps)
-        # The step's single synchronisation: a value that is not finite must be known before it reaches the weights.
+        # The step's only synchronisation: a value that is not finite must be found before it reaches the weights.
         told = torch.stack([x.double() for x in (loss, norm, coefficient)])
         if self._amaxes_seen is not None:
             told = torch.cat([told, self._amaxes_seen.double().flatten()])
@@ -361,11 +364,11 @@ class TorchSession(Observes):
         return self.step_timer.take()
 
     def memory(self) -> Mapping[str, float]:
-        """Return bytes in use on the device, and the most since the last call; on the CPU, of this process."""
+        """Return bytes in use on the device, and the maximum since the last call; on the CPU, those of this process."""
         return memory(self.device)
 
     def _first_not_finite(self, loss: float) -> str:
-        """Name the first non-finite value of this rank alone; nothing if all are finite."""
+        """Describe the first of this rank's own values that is not finite."""
         odd = [p.grad is not None and not bool(local(p.grad).isfinite().all()) for p in self.parameters.values()]
         odd = odd if self.ranks is None else list(self.ranks.everywhere(odd))
         found = [name for name, is_odd in zip(self.parameters, odd, strict=True) if is_odd]
@@ -375,21 +378,21 @@ class TorchSession(Observes):
         return first_place(loss, found, len(self.parameters))
 
     def clip_coefficient(self, norm: Tensor) -> Tensor:
-        """Return the factor on the gradients that follows from their global norm; float64 scalars."""
+        """Return the clip coefficient for a global norm; both are float64 scalars."""
         return clip_coefficient(self.config.optim, norm)
 
     def scalars_after(self, finite: bool) -> dict[str, float]:
-        """Return loss scale, counts and amaxes after a step that was finite or not."""
+        """Return the scalars of the state (loss scale, counts, amaxes) after a step. finite: the step was finite."""
         return scalars_after(self.config, self.scalars, finite, self._told_amaxes)
 
     @collects
     def gradients(self, batch: Batch) -> Gradients:
-        """Return per-token NLL, loss and accumulated gradients of `batch`, through the program that trains."""
+        """Return per-token NLL, loss and accumulated gradients of `batch`, computed by the program of training."""
         found = Collected()
         return found.gradients(self.stream_gradients(batch, found))
 
     def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
-        """Hand each gradient of `gradients` to `take`, and release it; return NLL and loss."""
+        """Pass each gradient of `gradients` to `take`, and free it; return NLL and loss."""
         self._take_program = take
         try:
             found = self.hand_over(*self.accumulate(batch), take, release=True)
@@ -399,9 +402,9 @@ class TorchSession(Observes):
         return found
 
     def sketch_gradients(self, batch: Batch) -> Mapping[str, Observation]:
-        """Observe `gradients`; none of them leaves the device.
+        """Return observations of `gradients`; only sketches leave the device.
 
-        Sketched in eager: a few passes of a check do not earn back what a program takes to compile.
+        The sketches are computed in eager mode: a check has too few passes to save the time of a compilation.
         """
         self.accumulate(batch)
         found = self.sketched({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
@@ -409,7 +412,7 @@ class TorchSession(Observes):
         return found
 
     def stream_own_gradients(self, micro: Batch, take: Take) -> None:
-        """Hand over gradients of a micro-batch, computed by this rank alone; all ranks call it, each with its own."""
+        """Pass to `take` the gradients of this rank's micro-batch before any reduction. All ranks call it."""
         if not isinstance(self.ranks, ShardedRanks):
             for name, gradient in self.gradients(micro).grads.items():
                 take(GRADS, name, gradient)
@@ -423,19 +426,19 @@ class TorchSession(Observes):
 
     @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """Run `step`, and return also its gradients before clipping; None if a subclass does not show them."""
+        """Run `step`, and also return its gradients before clipping; None if a subclass does not expose them."""
         taken = Collected()
         record, found = self.stream_step(batch, taken, norms=norms)
         return record, None if found is None else taken.gradients(found)
 
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """Run `step_and_gradients`, with the gradients handed to `take` one at a time."""
+        """Run `step_and_gradients`, and pass the gradients to `take`, one at a time, instead of returning them."""
         return self._step_and(lambda loss, nll: self.hand_over(loss, nll, take), batch, norms)
 
     def step_and_sketches(
         self, batch: Batch, *, norms: bool = False
     ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
-        """Run `step`, and return also observations of its gradients before clipping; None if a subclass has none."""
+        """Run `step`, and also return observations of its gradients before clipping; None in some subclasses."""
         return self._step_and(self._sketched_gradients, batch, norms)
 
     def _step_and(
@@ -448,9 +451,10 @@ class TorchSession(Observes):
             self._of_step, self._show_step = None, None
 
     def hand_over(self, loss: Tensor, nll: list[Tensor], take: Take, release: bool = False) -> Gradients:
-        """Hand what lies in each `.grad` to `take`, and `release` it; return NLL and loss.
+        """Pass each `.grad` to `take`; return NLL and loss. release: free each gradient afterwards.
 
-        Only what the optimizer would clear is released: a check that cleared the others would mend a candidate.
+        Only gradients that the optimizer would clear are freed. Otherwise the check would hide the fault of a candidate
+        whose optimizer lacks a parameter.
         """
         cleared = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if release else set()
         for name, p in self.parameters.items():
@@ -460,35 +464,34 @@ class TorchSession(Observes):
         return Gradients(np.concatenate([to_numpy(n) for n in nll]), loss.item(), {})
 
     def show_program(self, grads: Mapping[str, Tensor]) -> None:
-        """Hand the gradients of a single micro-batch, as its program made them, to a check that needs them."""
+        """Pass the unscaled gradients of a single micro-batch to the check that requested them, if any."""
         if self._take_program is None:
             return
         for name, grad in grads.items():
             self._take_program(PROGRAM, name, self._shown(self.unscaled(grad)))
 
     def keep_inputs(self) -> None:
-        """Keep copies of the inputs of the programs of the next step."""
+        """Keep copies of the inputs of the next step's programs."""
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:
-        """Return them by name, joined along B: of this rank's micro-batches. They are not kept any longer."""
+        """Return the inputs of this rank's micro-batches by name, concatenated along B, and stop keeping inputs."""
         found, self._inputs = self._inputs or {}, None
         return {name: torch.cat(parts).cpu().numpy() for name, parts in found.items()}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
-        """Return the time of a pass / its time without `deterministic = true`, several times."""
+        """Measure several times: the time of a pass / its time without `deterministic = true`."""
         return costs(self, lambda: self.accumulate(batch))
 
     def close(self) -> None:
-        """Do nothing: nothing is held beyond the object itself."""
+        """Do nothing: the session holds no resource except its memory."""
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Add the batch's gradients to `.grad`; return the loss and the per-token NLL of each micro-batch.
+        """Compute the batch's gradients into `.grad`; return the loss and the per-token NLL of each micro-batch.
 
-        Each micro-batch contributes Σ weight·nll divided by the *whole* batch's Σ weight, so that accumulation
-        weights by
-        tokens: the sum over micro-batches is the mean over the batch, however unevenly the weights lie. Several ranks
-        (torch_backend/ranks/ddp.py) compute a part of the micro-batches each.
+        Each micro-batch contributes Σ weight·nll / Σ weight of the *whole* batch. The sum over micro-batches is then
+        the weighted mean over the batch, for any distribution of weights over micro-batches. With several ranks
+        (torch_backend/ranks/ddp.py), each computes a part of the micro-batches.
         """
         micros = batch.cut(self.config.train)
         mine = uploaded(self.ranks.own(micros) if self.ranks else micros, self.device)
@@ -499,7 +502,7 @@ class TorchSession(Observes):
             self.ranks.clear(list(self.parameters.values()))
         else:
             self.optimizer.zero_grad(set_to_none=not self.replays)
-        # The next replay of a CUDA graph overwrites its outputs: gradients are added to separate memory.
+        # The next replay of a CUDA graph overwrites its outputs, so gradients need memory outside the graph.
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self._amaxes_seen = None
@@ -530,7 +533,7 @@ class TorchSession(Observes):
 
     @part("micro-batch")
     def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a micro-batch to `.grad`; returns its loss and per-token NLL."""
+        """Add the gradients of a micro-batch to `.grad`; return its loss and per-token NLL."""
         self.switches.require()
         tokens, targets, weights = self.to_device(micro)
         documents = self.documents(micro)
@@ -555,7 +558,7 @@ class TorchSession(Observes):
         return loss, nll
 
     def _initialise(self) -> None:
-        """Set the initial weights; where they are cut, one by one, so that no rank holds the whole model."""
+        """Set the initial weights; sharded ones one by one, so that no rank holds the whole model."""
         model, seed = self.config.model, self.config.seed
         if self.root is None:
             self._load_parameters(init_parameters(model, seed))

@@ -1,7 +1,7 @@
-"""The stages of the forward chain as functions of their own inputs, with backward. Twin: jax_backend/stages.py.
+"""The stages of the forward chain as functions of their inputs, with their backward. Twin: jax_backend/stages.py.
 
-Input and output names are those of core/parity/reference/stages.py. The functions are the model's own methods, so that
-a session of a changed model judges by what that model does.
+Names of inputs and outputs are those of core/parity/reference/stages.py. The functions call the model's own methods, so
+that they compute what a changed model computes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ StageFunction = Callable[[Inputs], Tensor]
 def stage_functions(
     run: RunConfig, model: Transformer, policy: Policy, float8: Float8 | None
 ) -> dict[str, StageFunction]:
-    """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
+    """Map stage ids to functions of inputs under one policy; `ID/fp8` is the same linear layer in FP8.
 
-    Stages of one kind, which differ in shapes alone, are one function.
+    Stages that differ only in shapes have one function.
     """
     block = model.blocks[0]
     assert isinstance(block, Block)
@@ -137,7 +137,7 @@ def stage_functions(
     }
     in_float8, in_window = partial(project, float8=float8), partial(attend, windowed=True)
     found: dict[str, StageFunction] = {}
-    # Lockstep's own head has its stages beside a library's.
+    # With a library's loss head, the stages of Lockstep's own head exist too.
     for operation in (*graph_of(run.model).operations, *stages_of(run)):
         turned = partial(rope, heads=operation.width[0] if operation.kind == "rope" else 0)
         function = in_window if operation.id == WINDOWED else of_kind.get(operation.kind, turned)
@@ -148,7 +148,7 @@ def stage_functions(
 
 
 def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy: Policy) -> dict[str, Tensor]:
-    """Return `out`, and `grad/ROLE` of every floating input if `inputs` hold `grad`, the gradient of the output."""
+    """Return `out`, and, if `inputs` has `grad`, the gradient of the output, `grad/ROLE` of every floating input."""
     tensors = {}
     for role, array in inputs.items():
         tensor = torch.tensor(array)
@@ -159,7 +159,7 @@ def run_stage(function: StageFunction, inputs: Mapping[str, np.ndarray], policy:
     out = function(tensors)
     if grad is None:
         return {"out": out}
-    # A plain layer has no amaxes of FP8.
+    # allow_unused: a layer that is not in FP8 does not read its amaxes.
     sent = torch.autograd.grad(
         out, list(leaves.values()), grad.to(out.dtype), allow_unused=True, materialize_grads=True
     )

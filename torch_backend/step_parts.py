@@ -1,4 +1,4 @@
-"""Sketch what each micro-batch of a step adds to the gradients, on its way into `.grad`."""
+"""Sketches of the gradients that each micro-batch of a step adds to `.grad`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from lockstep.torch_backend.tools.sketch import sketch, sketch_alone
 
 
 class StepParts:
-    """The sketches of a step's micro-batches, in the order in which their backward passes come.
+    """The sketches of a step's micro-batches, in the order of their backward passes.
 
-    A hook sees the gradient that autograd is about to add, and changes nothing: the step's program and its bits stay.
+    A hook reads the gradient that autograd is about to add to `.grad`. It changes neither the step's program nor its
+    bits.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], table: Tensor) -> None:
-        """Take the leaves and the signs.
-
-        parameters: the leaves, by canonical name. table: signs, enough for the largest (`sign_table`).
-        """
+        """Set the parameters by canonical name, and the table of signs (`sign_table`) for the largest of them."""
         self._parameters, self._table = parameters, table
         self.found: list[Mapping[str, Observation]] = []
-        # Under FP8's delayed scaling: (layers, 3) of each.
+        # Under FP8's delayed scaling: the amaxes (layers, 3) of each micro-batch.
         self.amaxes: list[Tensor] = []
 
     def begin(self) -> None:
-        """Drop the results of an earlier pass over micro-batches."""
+        """Clear the results of an earlier accumulation."""
         self.found.clear()
         self.amaxes.clear()
 
     @contextmanager
     def next_one(self, scale: float) -> Iterator[None]:
-        """Sketch the gradients of one backward pass, each divided by the loss scale."""
+        """Sketch the gradients of the backward pass inside the context, divided by the loss scale `scale`."""
         sums: dict[str, Tensor] = {}
 
         def see(name: str, gradient: Tensor) -> None:
             part = sketch(gradient, table=self._table)
-            # A leaf that is reached twice receives its gradient in two parts.
+            # A parameter that is used twice receives its gradient in two parts.
             sums[name] = sums[name] + part if name in sums else part
 
         hooks = [p.register_hook(partial(see, name)) for name, p in self._parameters.items()]
@@ -54,9 +52,9 @@ class StepParts:
 
 
 def sketched_alone(sketches: Mapping[str, Tensor], of: Mapping[str, Tensor]) -> dict[str, Observation]:
-    """Return the observations of gradients by `gradient/NAME`, from sketches (K,) that leave the device together.
+    """Return observations of gradients, `gradient/NAME` → observation, from sketches (K,), with one copy to the host.
 
-    of: tensors of the gradients' shapes, by name.
+    of: name → a tensor of the gradient's shape.
     """
     if not sketches:
         return {}

@@ -1,19 +1,19 @@
-"""Torch's switches that change precision: set to what the policy declares, and held there while a session computes.
+"""Torch's switches that change precision: a session sets them as its policy declares, and verifies them later.
 
-The switches belong to the process. A container, a library or a user's script may set them: Accelerate
-allows TF32 where it compiles, containers of NVIDIA set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. A session sets all of them
-when it is opened, and reads them again before each micro-batch, each update and each program of a check.
+The switches are global to the process. A container, a library or a user's script may set them: Accelerate allows TF32
+if it compiles, and NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. A session sets all switches when it opens,
+and reads them again before each micro-batch, each update and each program of a check.
 
-A switch that changed meanwhile ends the run. It is not set back: a step that was left unseen in between would have
-been computed otherwise than declared, and the next one as well if whoever changed it does so again. Two sessions of one
-process may declare different values (a TF32 trainer and its FP32 reference): each sets its own again where another
-session's are in force.
+If a switch has changed, the run ends. The session does not set it back: steps since the change may have been computed
+in another precision than declared, and the same code may change it again. Two sessions of one process may declare
+different values (a TF32 trainer and its FP32 reference). If the values of another session are in force, a session sets
+its own again.
 
-Reduced-precision reductions round the partial sums of a product to bf16 or FP16 (cuBLAS's default allows that);
-without them split-K, which stays allowed, adds FP32 numbers in another order.
+With reduced-precision reductions, cuBLAS may round the partial sums of a product to bf16 or FP16; its default allows
+this. They are disabled here. Split-K stays allowed: without such reductions it only changes the order of FP32 sums.
 
-The matrix-product precisions are written by `set_float32_matmul_precision`, which keeps torch's two generations of
-switches consistent, and are read through the newer ones: the older ones raise after somebody has used the newer.
+`set_float32_matmul_precision` writes the precision of matrix products, because it keeps torch's older and newer
+switches consistent. The newer switches are read: the older ones raise an error once a newer one was set.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from lockstep.core.components.precision import POLICIES
 from lockstep.core.errors import UserError
 
 Values = dict[str, Any]
-# Typed in part.
+# Any, because torch's annotations of these modules are incomplete.
 BACKENDS: Any = torch.backends
-# Kinds of devices that autocast is switched for.
+# Kinds of devices that have a switch for autocast.
 AUTOCAST = "cpu", "cuda"
 
-# Options of torch.compile that environment variables would set otherwise (torch/_inductor/config.py).
+# Options of torch.compile that environment variables could otherwise change (torch/_inductor/config.py).
 INDUCTOR: Mapping[str, Any] = {
     "use_fast_math": False,
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
 }
-# oneDNN reads each of these once: FP32 products on the CPU may then use bf16 values, whatever torch declares (oneDNN
-# developer guide, "Primitive Attributes: floating-point math mode").
+# Environment variables that oneDNN reads once. They allow bf16 in FP32 products on the CPU, whatever torch's switches
+# are (oneDNN developer guide, "Primitive Attributes: floating-point math mode").
 ONEDNN = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
-# With 0, NVIDIA's libraries never use TF32, whatever a program requests; no other value is documented.
+# With the value 0, NVIDIA's libraries never use TF32, whatever a program requests. No other value is documented.
 NVIDIA = "NVIDIA_TF32_OVERRIDE"
 
-# The switches that a session of this process set last.
+# The values that a session of this process set last.
 _last: Values = {}
 
 
 class Switches:
-    """The switches of a session. `policy` is the name of its precision policy, `device` where it computes."""
+    """The switches of a session. policy: name of its precision policy. device: its device."""
 
     def __init__(self, policy: str, device: torch.device) -> None:
         self.policy, self._device = policy, device
@@ -72,7 +72,7 @@ class Switches:
         }
 
     def read(self) -> Values:
-        """Return the switches in force."""
+        """Return the values in force, by the switch's name."""
         cuda, cudnn = BACKENDS.cuda, BACKENDS.cudnn
         found = (
             cuda.matmul.fp32_precision,
@@ -91,7 +91,7 @@ class Switches:
         return dict(zip(self.declared, found, strict=True))
 
     def set(self) -> None:
-        """Set all of them. Raises UserError if one does not take its value, or the environment overrides it."""
+        """Set all switches. Raises UserError if one does not keep its value, or if the environment overrides one."""
         global _last
         check_environment(self.policy, self._device)
         tf32, cuda, cudnn = POLICIES[self.policy].on_tensor_cores, BACKENDS.cuda, BACKENDS.cudnn
@@ -111,7 +111,7 @@ class Switches:
         self._require("could not be set to it")
 
     def require(self) -> None:
-        """Raise UserError if one of them was changed since the session was opened, but by another session's `set`."""
+        """Raise UserError if a switch has changed since `set`, except by the `set` of another session."""
         found = self.read()
         if found != self.declared and found == _last:
             self.set()
@@ -130,7 +130,7 @@ def _flushes() -> bool:
 
 
 def check_environment(policy: str, device: torch.device) -> None:
-    """Raise UserError if the environment makes a library compute otherwise than a policy declares."""
+    """Raise UserError if an environment variable sets another precision in a library than a policy declares."""
     for name in ONEDNN:
         if (found := os.environ.get(name, "").upper()) not in ("", "STRICT"):
             raise UserError(

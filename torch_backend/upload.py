@@ -1,8 +1,8 @@
-"""Batches on the device: all that a rank computes in a step is sent in one transfer, and the host does not wait for it.
+"""Batches on the device: one transfer sends all micro-batches of a rank's step, and does not block the host.
 
-A copy from pageable memory blocks the host until it is done. A copy from page-locked memory is queued like a kernel
-(https://docs.pytorch.org/docs/stable/notes/cuda.html, "Use pinned memory buffers"); torch's caching host allocator
-reuses the memory only after the copy.
+A copy from pageable memory blocks the host until it is complete. A copy from pinned memory is queued like a kernel
+(https://docs.pytorch.org/docs/stable/notes/cuda.html, "Use pinned memory buffers"). torch's caching host allocator
+reuses pinned memory only after the copy.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lockstep.core.backend import Batch
 
 @dataclass(frozen=True)
 class Uploaded(Batch):
-    """A batch whose arrays are on the device too. on_device: each of them, (B, S), as `upload` returns it."""
+    """A batch with copies of its arrays on the device. on_device: name → (B, S), as `upload` returns it."""
 
     on_device: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def upload(batches: Sequence[Batch], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """Send these arrays of batches in one transfer, the batches joined along B: int32 arrives as int64, float32 as is.
+    """Send arrays of batches to the device in one transfer, concatenated along B.
 
-    names: of `Batch.arrays`; all of them have four bytes a number.
+    int32 arrays become int64, float32 arrays stay. names: names of `Batch.arrays`; all have elements of four bytes.
     """
     shape = len(names), sum(len(batch.tokens) for batch in batches), batches[0].tokens.shape[1]
     host = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -38,7 +38,7 @@ def upload(batches: Sequence[Batch], names: Sequence[str], device: torch.device)
 
 
 def uploaded(micros: Sequence[Batch], device: torch.device) -> list[Uploaded]:
-    """Send micro-batches of one size together; each keeps its rows of what was sent."""
+    """Send micro-batches of one size in one transfer; each result has its rows of the device's tensors."""
     sent = upload(micros, tuple(micros[0].arrays), device)
     rows = {name: tensor.split(len(micros[0].tokens)) for name, tensor in sent.items()}
     return [
@@ -48,6 +48,6 @@ def uploaded(micros: Sequence[Batch], device: torch.device) -> list[Uploaded]:
 
 
 def on_device(batch: Batch, names: Sequence[str], device: torch.device) -> list[Tensor]:
-    """Return arrays of a batch on the device as `upload` returns them. An `Uploaded` batch is not sent again."""
+    """Return arrays of a batch on the device, as `upload` does; an `Uploaded` batch is not sent again."""
     found = batch.on_device if isinstance(batch, Uploaded) else upload([batch], names, device)
     return [found[name] for name in names]

@@ -1,4 +1,4 @@
-"""transformers' own model of a run's family as a candidate: `lockstep parity CONFIG --candidate hf`."""
+"""The transformers model of a run's family as a candidate: `lockstep parity CONFIG --candidate hf`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lockstep.torch_backend.tools.hugging_face import architecture_of, default_d
 
 
 class HuggingFaceCandidate(ModuleCandidate):
-    """transformers' model of the run's family, with all taps. Names and shapes are those of core/hub/families.
+    """The transformers model of the run's family, with all taps. core/hub/families has its names and shapes.
 
-    attention: `attn_implementation`; None: `sdpa`, or `eager` where scores have a cap, which sdpa does not know.
+    attention: transformers' `attn_implementation`. None is `sdpa`, or `eager` for capped scores: sdpa has no cap.
     """
 
     name = "hf"
@@ -39,16 +39,17 @@ class HuggingFaceCandidate(ModuleCandidate):
         arguments = their_arguments(config.model, config.train.longest)
         attention = self.attention or ("eager" if config.model.attention_cap else "sdpa")
         with default_dtype(config.precision.exact):
-            # No token begins or ends a text here; the defaults may lie outside the vocabulary.
+            # The model has no special tokens here, and transformers' defaults may lie outside the vocabulary.
             none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
             made = kind.config_class(**arguments, **none, attn_implementation=attention, use_cache=False)
             model: nn.Module = kind(made)
         return model
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """Return the context of the base class; in FP64 it also widens transformers' own casts to FP32.
+        """Return the context of the base class; in FP64, one that widens transformers' own casts to FP32.
 
-        Raises UserError for autocast of a model whose casts no plan can declare: its check could not agree.
+        Raises UserError for autocast of a model whose casts `precision.casts` cannot declare: no check of it could
+        agree.
         """
         if config.precision.exact:
             return widened(architecture_of(_family(config)))
@@ -60,16 +61,16 @@ class HuggingFaceCandidate(ModuleCandidate):
         return super().precision(config)
 
     def layout(self, config: RunConfig) -> Layout:
-        """Return where each parameter lies, by the table of the family."""
+        """Return the place of each parameter, from the table of the family."""
         family = _family(config)
         return layout_of_stored(stored_tensors(family, config.model), family.head, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:
-        """Return those of `taps`; embeddings that a module of transformers reads and scales at once."""
+        """Return `taps`, and a scaled embedding's place, if one module of transformers does look-up and scaling."""
         return {**taps_there(config.model, _family(config)), **self.taps}
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
-        """Return those of `calls`; RoPE, and the look-up inside a scaled embedding."""
+        """Return `calls`, RoPE, and the look-up inside a scaled embedding."""
         return {**calls_there(config.model, architecture_of(_family(config))), **self.calls}
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
@@ -88,12 +89,18 @@ def _family(config: RunConfig) -> HubFamily:
 
 
 def taps_there(model: ModelConfig, family: HubFamily) -> dict[str, Where]:
-    """Return where transformers' model shows taps of no module of ours: a scaled embedding is one module there."""
+    """Return the places in transformers' model of taps that no canonical module writes.
+
+    A scaled embedding is one module of transformers, and two taps of the canonical model.
+    """
     return {"embed_scale": f"{family.prefix}embed_tokens"} if traits_of(model).scaled_embedding else {}
 
 
 def calls_there(model: ModelConfig, kind: type) -> dict[Callable[..., Any], Sequence[str]]:
-    """Return the functions of transformers that return taps: RoPE and a scaled embedding's look-up. kind: its class."""
+    """Return the functions whose results are taps: RoPE, and the look-up of a scaled embedding.
+
+    kind: the class of the transformers model.
+    """
     traits = traits_of(model)
     module: Any = sys.modules[kind.__module__]
     rope = {module.apply_rotary_pos_emb: ("attn.q_rope", "attn.k_rope")} if traits.rotary else {}

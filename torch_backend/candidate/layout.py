@@ -1,4 +1,7 @@
-"""The map between a module's parameters, by rows, and canonical parameters."""
+"""The map between the parameters of a candidate's module and canonical parameters, row by row.
+
+In this file, "theirs" is the candidate's module and "ours" is the canonical model.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from lockstep.core.model.graph import Shape
 from lockstep.core.model.names import parameter_shapes
 
 PARTS = ("weight", "bias")
-# The module of the head, also where its weight is the embedding's.
+# The module of the head, also where the head's weight is the embedding's (tied).
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A module of theirs that is made of one or several of ours. Built by `fused`."""
+    """A module of theirs that holds one or several modules of ours. Built by `fused`."""
 
     ours: tuple[str, ...]
     transposed: bool = False
@@ -32,21 +35,24 @@ class Fused:
 
 
 def fused(*ours: str, transposed: bool = False, by_group: bool = False, neighbours: bool = False) -> Fused:
-    """Describe one of their modules: several of ours whose rows follow one another, or one of ours laid out otherwise.
+    """Describe one module of theirs: several modules of ours, rows one after another, or one of ours in another layout.
 
     Args:
         ours: canonical names of modules, as in `ModuleCandidate.modules`.
-        transposed: their weight is (in, out), as GPT-2's Conv1D keeps it.
-        by_group: ours are q, k and v, whose heads come in turns: of each key-value head its query heads, its key, its
-            value, as GPT-NeoX and old litgpt keep them.
-        neighbours: their RoPE turns rows 2i and 2i + 1 of a head together, where ours turns i and i + E/2.
+        transposed: their weight is (in, out), as in GPT-2's Conv1D.
+        by_group: ours are q, k and v, with interleaved heads: for each key-value head its query heads, its key and its
+            value, as in GPT-NeoX and old litgpt.
+        neighbours: their RoPE rotates rows 2i and 2i + 1 of a head as a pair; ours rotates rows i and i + E/2.
     """
     return Fused(ours, transposed, by_group, neighbours)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter of theirs. rows: canonical name → which of its rows are ours, in our order; all once."""
+    """A parameter of theirs.
+
+    rows: canonical name → the rows of their tensor that are this parameter, in our order. Each row occurs once.
+    """
 
     theirs: str
     rows: Mapping[str, np.ndarray]
@@ -54,27 +60,27 @@ class Placed:
 
     @property
     def plain(self) -> bool:
-        """Return whether it is one of ours as it is."""
+        """True if their tensor is one of our parameters with the same layout."""
         return len(self.rows) == 1 and not self.transposed and not self.moved
 
     @property
     def moved(self) -> bool:
-        """Return whether rows of one of ours lie in another order."""
+        """True if rows of one of our parameters are in another order."""
         return any((np.diff(rows) != 1).any() for rows in self.rows.values())
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return the shape of their tensor. shapes: of ours."""
+        """Return the shape of their tensor. shapes: canonical name → shape of our parameter."""
         shape = (sum(map(len, self.rows.values())), *shapes[next(iter(self.rows))][1:])
         return shape[::-1] if self.transposed else shape
 
     def to_ours(self, theirs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield our parameters by name, or their gradients or moments, from their tensor."""
+        """Yield (canonical name, array) of each of our parameters in their tensor; a gradient or moment works alike."""
         whole = theirs.T if self.transposed else theirs
         for name, rows in self.rows.items():
             yield name, np.ascontiguousarray(whole[rows])
 
     def to_theirs(self, ours: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Return their tensor of ours, which `ours` gives by name."""
+        """Return their tensor, made from our parameters. ours: canonical name → array."""
         parts = {name: ours(name) for name in self.rows}
         first = next(iter(parts.values()))
         whole = np.empty((sum(map(len, self.rows.values())), *first.shape[1:]), first.dtype)
@@ -87,8 +93,9 @@ class Placed:
 class Layout:
     """The places of a model's parameters and taps in a module of theirs.
 
-    placed: its parameters. modules: canonical module → path of theirs, and the columns of that module's output that are
-    ours, None for all as they are. turned: the order of a head's dimensions where RoPE turns neighbours, else None.
+    placed: the parameters. modules: canonical module → (path of their module, columns of its output that are ours);
+    None in place of columns: all, in the same order. turned: the order of a head's dimensions where their RoPE rotates
+    neighbours, else None.
     """
 
     placed: tuple[Placed, ...]
@@ -97,7 +104,7 @@ class Layout:
 
 
 def layout_of_stored(stored: Iterable[Stored], head: str, model: ModelConfig) -> Layout:
-    """Build the layout of a family's tensors, as core/hub/families lists them. head: their name of the head."""
+    """Build the layout of a family's tensors, as core/hub/families lists them. head: their name for the head."""
     shapes = parameter_shapes(model)
     placed: list[Placed] = []
     modules: dict[str, tuple[str, np.ndarray | None]] = {HEAD: (head.removesuffix(".weight"), None)}
@@ -109,9 +116,9 @@ def layout_of_stored(stored: Iterable[Stored], head: str, model: ModelConfig) ->
 
 
 def layout_of(given: Mapping[str, str | Sequence[str] | Fused], model: ModelConfig) -> Layout:
-    """Build the layout that a map of modules describes (`ModuleCandidate.modules`).
+    """Build the layout from a map of modules (`ModuleCandidate.modules`).
 
-    Raises UserError for a name that the model does not have, and unless each of its parameters stands in one place.
+    Raises UserError if the model has no such name, or if a parameter of the model does not have exactly one place.
     """
     shapes = parameter_shapes(model)
     placed: list[Placed] = []
@@ -163,7 +170,7 @@ def _unknown(ours: Sequence[str], shapes: Mapping[str, Shape], model: ModelConfi
 def _placed(
     theirs: str, ours: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: ModelConfig
 ) -> Iterator[Placed]:
-    """Yield weight and bias of a module, or the parameter itself, where the name is one's."""
+    """Yield the weight and bias of a module; if `ours` are names of parameters, yield that parameter."""
     if all(name in shapes for name in ours):
         yield Placed(theirs, _rows(ours, how, shapes, model), how.transposed and len(shapes[ours[0]]) > 1)
         return
@@ -187,7 +194,7 @@ def _rows(names: Sequence[str], how: Fused, shapes: Mapping[str, Shape], model: 
 
 
 def _turned(model: ModelConfig) -> np.ndarray:
-    """Return where each dimension of our head lies in a head whose neighbouring dimensions turn together."""
+    """Return (E,): the index of each dimension of our head in a head whose RoPE rotates neighbouring dimensions."""
     return np.arange(model.head_dim).reshape(-1, 2).T.ravel()
 
 
@@ -197,7 +204,10 @@ def _in_turn(names: Sequence[str], shapes: Mapping[str, Shape]) -> dict[str, np.
 
 
 def _by_group(names: Sequence[str], model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return rows of q, k and v: of each key-value head its query heads, its key, its value."""
+    """Return the rows of q, k and v in a tensor that has, for each key-value head, its query heads, its key, its value.
+
+    Raises UserError unless there are three names.
+    """
     if len(names) != 3:
         raise UserError(f"modules: by_group is for q, k and v, not for {', '.join(names)}")
     queries, wide = model.heads // model.kv_heads, model.head_dim
@@ -217,7 +227,10 @@ def _modules_of(theirs: str, rows: Mapping[str, np.ndarray]) -> dict[str, tuple[
 def parameters_there(
     model: nn.Module, placed: Sequence[Placed], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, nn.Parameter]:
-    """Return their parameters by their names. Raises UserError unless each is mapped, is there, and has our shape."""
+    """Return their parameters by their names.
+
+    Raises UserError if one is missing, is not mapped, is mapped twice, or has another shape than ours.
+    """
     there = dict(model.named_parameters(remove_duplicate=False))
     for one in placed:
         ours = ", ".join(one.rows)

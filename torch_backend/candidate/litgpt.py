@@ -16,9 +16,9 @@ from lockstep.torch_backend.candidate.module import ModuleCandidate
 
 
 class LitGptCandidate(ModuleCandidate):
-    """litgpt's model of a Llama, with q, k and v in one module.
+    """litgpt's Llama, with q, k and v in one module.
 
-    Older ones than 0.5.4 keep their heads in turns, under another name: `"transformer.h.{i}.attn.attn": fused(…,
+    Versions before 0.5.4 interleave the heads, in a module of another name: `"transformer.h.{i}.attn.attn": fused(…,
     by_group=True)`.
     """
 
@@ -38,7 +38,7 @@ class LitGptCandidate(ModuleCandidate):
     }
 
     def build(self, config: RunConfig) -> nn.Module:
-        """Build the model of the run's settings, its head tied where the run's is."""
+        """Build the model of the run's settings, with a tied head if `model.tied` is set."""
         from litgpt import GPT, Config
 
         m = config.model
@@ -56,13 +56,13 @@ class LitGptCandidate(ModuleCandidate):
         return whole
 
     def calls_of(self, config: RunConfig) -> Mapping[Callable[..., Any], Sequence[str]]:
-        """Return those of `calls`, and RoPE, which is called for queries and for keys."""
+        """Return `calls`, and RoPE, which litgpt calls once for queries and once for keys."""
         from litgpt.model import apply_rope
 
         return {**self.calls, apply_rope: ("attn.q_rope", "attn.k_rope")}
 
     def require(self, config: RunConfig) -> None:
-        """Raise UserError where litgpt is not installed, or for a model that is no Llama."""
+        """Raise UserError if litgpt is not installed, or if the model is not a Llama that litgpt can express."""
         super().require(config)
         try:
             import litgpt  # noqa: F401
@@ -80,7 +80,7 @@ class LitGptCandidate(ModuleCandidate):
 
 
 def _adjustments(config: RunConfig) -> dict[str, Any] | None:
-    """Return how low frequencies are divided, as litgpt's settings; None if they are not."""
+    """Return litgpt's settings for the scaling of low RoPE frequencies; None without scaling."""
     m = config.model
     if m.rope_factor == 1:
         return None

@@ -1,4 +1,4 @@
-"""A candidate out of any torch module: subclass, say how it is built and what its modules are called.
+"""A candidate from any torch module: a subclass defines how to build it and how its modules map to canonical names.
 
     class Mine(ModuleCandidate):
         modules = {"wte": "embed", "h.{i}.ln1": "attn_norm", "h.{i}.qkv": fused("attn.q_proj", "attn.k_proj", "attn.v_proj"), …}
@@ -30,12 +30,12 @@ class ModuleCandidate(Numerics):
     name = "module"
 
     def open(self, config: RunConfig) -> ModuleSession:
-        """Open a session at the run's initial weights. Raises UserError for misfits of names, shapes or settings."""
+        """Open a session at the run's initial weights. Raises UserError if names, shapes or settings do not match."""
         self.require(config)
         return ModuleSession(self, config)
 
     def require(self, config: RunConfig) -> None:
-        """Raise UserError for a setting of the run that a candidate of one eager module does not put in force."""
+        """Raise UserError for a setting that has no effect on a candidate: its module is eager, and has one process."""
         whole = "a candidate's module"
         chosen = config.precision.chosen
         if chosen.fp8 or chosen.scaled or chosen.on_tensor_cores:
@@ -50,7 +50,7 @@ class ModuleCandidate(Numerics):
             raise UserError(f"loss.head and loss.z_loss: {whole} has the loss that its `losses` computes")
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return versions, the device and what is in force."""
+        """Return versions, the device and the settings in force."""
         device = resolve_device(config)
         return {
             "backend": self.name,

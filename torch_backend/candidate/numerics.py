@@ -1,4 +1,4 @@
-"""The numerics that a candidate may choose, each with its usual choice."""
+"""The parts of a training step that a candidate may define, each with a default."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ from lockstep.torch_backend.precision import DTYPES
 class Numerics:
     """The declarations of a candidate: how its module is built, named, trained and tapped.
 
-    modules: path of a module of theirs → the canonical name of ours, or several in `fused`; `{i}` stands for the block,
-    inside which ours may be called without `blocks.{i}.`. A path may be a parameter's own, where ours is as well
-    (`"positions": "position.weight"`). taps: canonical tap → `path`, `path:input` or `path:output`, alone or with a
-    function that makes ours of theirs; those follow from `modules` that are the output of a module, or what one reads.
-    calls: a function → the taps that its results are, call after call, as RoPE's. taps_keep_bits: whether hooks leave
-    the bits of gradients alone; a session is then checked for it.
+    modules: path in the candidate's module → canonical name, or several names in `fused`. `{i}` is the block's number;
+    inside a block, canonical names may omit `blocks.{i}.`. A path may also be a parameter, mapped to a canonical
+    parameter (`"positions": "position.weight"`).
+
+    taps: canonical tap → `path`, `path:input` or `path:output`, alone or with a function that converts the candidate's
+    tensor into the canonical one. Taps that are the input or the output of a mapped module follow from `modules`.
+
+    calls: function → the taps that its results are, one call after another, as for RoPE.
+
+    taps_keep_bits: hooks do not change the bits of gradients. A check then tests this.
     """
 
     modules: Mapping[str, str | Sequence[str] | Fused] = {}
@@ -39,7 +43,7 @@ class Numerics:
     taps_keep_bits = False
 
     def build(self, config: RunConfig) -> nn.Module:
-        """Build the module, whose weights are overwritten. Raises UserError if a subclass does not define it."""
+        """Build the module; its weights are overwritten. Raises UserError unless a subclass defines this method."""
         raise UserError(f"{type(self).__name__} builds no model: write build(self, config)")
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -49,26 +53,29 @@ class Numerics:
         return logits
 
     def losses(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return per-token NLL (B, S), in FP32 at least."""
+        """Return per-token negative log-likelihood (B, S) in nats, in FP32 or wider."""
         logits = self.logits(model, tokens)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
     def share(self, nll: Tensor, weights: Tensor, total: float, count: int) -> Tensor:
-        """Return a micro-batch's part of the step's loss. total: the step's loss weight. count: its micro-batches."""
+        """Return a micro-batch's part of the step's loss, a scalar.
+
+        nll, weights: (B, S). total: sum of the loss weights of the step. count: number of micro-batches of the step.
+        """
         return (nll * weights).sum() / total
 
     def clip(self, config: RunConfig, parameters: Sequence[nn.Parameter]) -> tuple[float, float]:
-        """Clip gradients; return their norm before, and what they were multiplied by."""
+        """Clip gradients in place; return their norm before clipping, and the factor."""
         limit = config.optim.clip_norm or math.inf
         norm = float(nn.utils.clip_grad_norm_(parameters, limit))
         return norm, min(1.0, limit / (norm + 1e-6))
 
     def build_optimizer(self, config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the optimizer; by default torch's AdamW with the run's groups.
+        """Build the optimizer; by default torch's optimizer with the run's settings and parameter groups.
 
-        parameters: by canonical name, a fused one by the first of those in it. Raises UserError where an update is not
-        one of each number by itself, and a parameter is several of ours or lies otherwise.
+        parameters: by canonical name; a fused parameter has the first of its canonical names. Raises UserError if the
+        update rule is not element-wise and a parameter is fused or has another layout.
         """
         moved = [one.theirs for one in self.layout(config).placed if not one.plain]
         if moved and any(rule.together != 1 for rule in update_rules(config).values()):
@@ -79,17 +86,20 @@ class Numerics:
         return optim.build_optimizer(config, parameters)
 
     def learning_rate(self, config: RunConfig, step: int) -> float:
-        """Return the rate of a step, from 1; by default the run's schedule. A group's `lr_factor` multiplies it."""
+        """Return the learning rate of a step, counted from 1; by default that of the run's schedule.
+
+        A group's `lr_factor` multiplies it.
+        """
         return schedule.learning_rate(config.optim, step, config.train.steps)
 
     def precision(self, config: RunConfig) -> AbstractContextManager[Any]:
-        """Return the context to build and compute under; by default torch.autocast where operands are narrower."""
+        """Return the context in which the module is built and run; by default torch.autocast if the policy rounds."""
         if config.precision.chosen.rounds:
             return torch.autocast(resolve_device(config).type, DTYPES[config.precision.operand])
         return nullcontext()
 
     def layout(self, config: RunConfig) -> Layout:
-        """Return where each canonical parameter lies in the module; by default as in `modules`."""
+        """Return the place of each canonical parameter in the module; by default from `modules`."""
         return layout_of(self.modules, config.model)
 
     def taps_of(self, config: RunConfig) -> Mapping[str, Where]:

@@ -1,4 +1,4 @@
-"""The session of a `ModuleCandidate`: canonical state in and out, one step, gradients, taps, scores."""
+"""The session of a `ModuleCandidate`: its state as canonical arrays, its step, gradients, taps and scores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import to_numpy
 
 
 class ModuleSession:
-    """A run of a candidate's module. The numerics are the candidate's: torch_backend/candidate/numerics.py."""
+    """A run of a candidate's module. The candidate defines the numerics: torch_backend/candidate/numerics.py."""
 
     def __init__(self, candidate: Numerics, config: RunConfig) -> None:
         self.candidate, self.config = candidate, config
@@ -41,7 +41,7 @@ class ModuleSession:
         self._parameters = parameters_there(self.model, self._layout.placed, parameter_shapes(config.model))
         self.taps = Taps(config.model, self.model, self._layout, candidate.taps_of(config), candidate.calls_of(config))
         self._put(init_parameters(config.model, config.seed))
-        # A fused parameter has the first of its canonical names.
+        # The key of a fused parameter is the first of its canonical names.
         self._placed = {next(iter(one.rows)): one for one in self._layout.placed}
         self._by_ours = {name: self._parameters[one.theirs] for name, one in self._placed.items()}
         self.optimizer = candidate.build_optimizer(config, self._by_ours)
@@ -54,7 +54,7 @@ class ModuleSession:
                 self._parameters[one.theirs].copy_(torch.from_numpy(one.to_theirs(params.__getitem__)))
 
     def state(self) -> State:
-        """Return a copy of weights, moments and step count; zeros for moments that the optimizer does not have."""
+        """Return a copy of weights, moments and step count; a moment that the optimizer does not have yet is zero."""
         kinds: dict[str, dict[str, np.ndarray]] = {}
         for kind, names in moment_names(self.config).items():
             first = [name for name in names if name in self._placed]
@@ -62,14 +62,17 @@ class ModuleSession:
         return State(self.steps_done, self._ours(self._by_ours), kinds, dict(self.scalars))
 
     def _ours(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Return arrays by canonical name, in canonical order. tensors: by the first name in each of theirs."""
+        """Return arrays by canonical name, in canonical order.
+
+        tensors: the module's tensors, each by the first canonical name in it.
+        """
         found: dict[str, np.ndarray] = {}
         for name, tensor in tensors.items():
             found |= self._placed[name].to_ours(to_numpy(tensor))
         return {name: found[name] for name in parameter_shapes(self.config.model) if name in found}
 
     def load(self, state: State) -> None:
-        """Take over a canonical state. Raises ValueError if names or shapes are not this model's."""
+        """Load a canonical state. Raises ValueError if names or shapes are not this model's."""
         check_state(self.config, state)
         self.optimizer.zero_grad(set_to_none=True)
         self._put(state.params)
@@ -81,9 +84,9 @@ class ModuleSession:
         self.steps_done, self.scalars = state.step, own_scalars(self.config, state.scalars)
 
     def state_checksums(self) -> dict[str, float]:
-        """Return checksums by `params/NAME` and `KIND/NAME`, and the step.
+        """Return checksums by `params/NAME` and `KIND/NAME`, the step and the scalars of the state.
 
-        A parameter of theirs that holds several of ours has the name of the first.
+        A fused parameter has the first of its canonical names.
         """
         weights = ((f"params/{name}", p) for name, p in self._by_ours.items())
         moments = (
@@ -95,20 +98,21 @@ class ModuleSession:
         return {**checksums(itertools.chain(weights, moments)), "step": self.steps_done, **self.scalars}
 
     def update_counts(self) -> Mapping[str, int]:
-        """Return the number of updates that the optimizer has counted, by canonical name."""
+        """Return the optimizer's count of updates, by canonical name."""
         counts = update_counts(self.optimizer, self._by_ours)
         return {name: count for first, count in counts.items() for name in self._placed[first].rows}
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Accumulate gradients, clip, update. `norms` is not known here.
+        """Accumulate gradients, clip, update. `norms` has no effect here.
 
-        A step that is not finite changes nothing: it raises NotFinite, or is counted as left out.
+        A step with a loss or gradient that is not finite changes no weight. It raises NotFinite, or is counted as a
+        skipped step if the run skips such steps.
         """
         record, _ = self._step(batch, show=False)
         return record
 
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """Run `step`, and return also the gradients that it made before clipping."""
+        """Run `step`, and also return its gradients before clipping."""
         return self._step(batch, show=True)
 
     def _step(self, batch: Batch, show: bool) -> tuple[StepRecord, Gradients | None]:
@@ -165,7 +169,10 @@ class ModuleSession:
         return loss, np.concatenate(nll)
 
     def _forward(self, micro: Batch, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-        """Return a micro-batch's per-token NLL (B, S), and its part of the loss of `batch`, cut into `count`."""
+        """Return a micro-batch's per-token NLL (B, S), and its part of the loss of `batch`.
+
+        count: number of micro-batches of `batch`. Raises UserError if `losses` returns another shape than (B, S).
+        """
         tokens, targets, weights = self._tensors(micro)
         if self._inputs is not None:
             for name, x in (("tokens", tokens), ("targets", targets), ("weights", weights)):
@@ -183,7 +190,10 @@ class ModuleSession:
         return tokens, targets, torch.from_numpy(np.ascontiguousarray(batch.weights)).to(self.device)
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Return taps of a micro-batch, gradients under `grad/`, by hooks. Raises NotSupported for unknown names."""
+        """Return taps of a micro-batch by name, recorded by hooks; gradients have names that begin with `grad/`.
+
+        Raises NotSupported for unknown names.
+        """
         known = tap_names(self.config.model)
         probed = {*known, *edge_names(self.config.model), *parameter_shapes(self.config.model)}
         if unknown := sorted(set(taps) - {*known, *(GRADIENT + name for name in probed)}):
@@ -206,7 +216,7 @@ class ModuleSession:
         return seen
 
     def hidden_taps(self) -> Mapping[str, str]:
-        """Return the taps that it cannot show, each with the reason."""
+        """Return the taps that this session cannot record, each with the reason."""
         return self.taps.hidden
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
@@ -230,9 +240,9 @@ class ModuleSession:
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:
-        """Return them by name, joined along B; they are not kept any longer."""
+        """Return the inputs that were kept, by name, concatenated along B, and stop keeping inputs."""
         found, self._inputs = self._inputs or {}, None
         return {name: np.concatenate([to_numpy(x) for x in parts]) for name, parts in found.items()}
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: the session holds no resource."""

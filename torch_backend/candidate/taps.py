@@ -1,7 +1,8 @@
-"""Taps of a module by forward hooks: values, and gradients by hooks on the tensors themselves.
+"""Taps of a module: forward hooks record values, and hooks on the tensors record gradients.
 
-A hook leaves the program's sums as they are. A reader gets a node of its own, whose gradient is that reader's share,
-only where it uses its input once: elsewhere autograd would add up gradients in another order, with other bits.
+A hook does not change what the module computes. An edge is the input of one reader; its tap needs an autograd node of
+its own, whose gradient is that reader's part. Only a reader that uses its input once gets such a node: with several
+uses, autograd would add the gradients in another order, with other bits.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from lockstep.core.model.names import GRADIENT, probe_shapes
 from lockstep.torch_backend.candidate.layout import HEAD, Layout
 
 View = Callable[[Tensor], Tensor]
-# `path`, `path:input` or `path:output`; with a function that makes ours of theirs, a view: slices, transposes.
+# `path`, `path:input` or `path:output`, or a pair with a view: a function that slices or transposes their tensor.
 Where = str | tuple[str, View]
 Side = Literal["input", "output"]
-# (name, tensor, view, own) → the tensor that the program continues with.
+# (name, tensor, view, own) → the tensor with which the program continues.
 See = Callable[..., Any]
 
-# Kinds of operations that are a module, whose output is the tap.
+# Kinds of operations that are one module; its output is the tap.
 MODULES = frozenset({"embedding", "norm", "centered_norm", "layer_norm", "head_norm", "linear", "logits"})
-# Norms with a single autograd node, which uses its input once. On a CPU, RMSNorm has several nodes.
+# Norms that are a single autograd node and use their input once. On a CPU, RMSNorm consists of several nodes.
 ONE_NODE = (nn.LayerNorm,)
 LOGITS, NLL = "logits", "nll"
 
 
 def as_is(x: Tensor) -> Tensor:
-    """Return the tensor: theirs is laid out as ours."""
+    """Return the tensor unchanged: its layout is the canonical one."""
     return x
 
 
@@ -49,13 +50,16 @@ def fail(error: Exception) -> None:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """Turn (B, H, S, E), as torch's attention takes it, into (B, S, H, E)."""
+    """Transpose (B, H, S, E), the layout of torch's attention, to (B, S, H, E)."""
     return x.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor at a module. own: a node of its own, for an edge; view: makes ours of theirs."""
+    """The place of a tap: the input or the output of a module.
+
+    view: converts their tensor into the canonical one. own: insert an autograd node of its own, as an edge needs.
+    """
 
     name: str
     module: str
@@ -66,16 +70,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """A function whose results are taps. names: of its tensors, call after call, each with the view that makes ours."""
+    """A function whose results are taps.
+
+    names: (tap, view) of each result, one call after another; the view converts their tensor into the canonical one.
+    """
 
     function: Callable[..., Any]
     names: tuple[tuple[str, View], ...]
 
 
 class Taps:
-    """The taps of one model in one module, as far as its layout and the candidate say where they pass.
+    """The taps of one model in one module, for which the layout or the candidate gives a place.
 
-    Raises UserError for a module or function that is not there.
+    hidden: the other taps, with the reason. Raises UserError for a tap or a module that does not exist.
     """
 
     def __init__(
@@ -109,7 +116,10 @@ class Taps:
             self._places[tap] = Place(tap, at, "input" if side == "input" else "output", view)
 
     def _tap(self, name: str, layer: int | None) -> str:
-        """Complete a block's tap name, which may lack `blocks.{i}.`. Raises UserError if there is no such tap."""
+        """Return the full name of a tap; inside a block, `name` may omit `blocks.{i}.`.
+
+        Raises UserError if there is no such tap.
+        """
         tap = name if layer is None else name.replace("{i}", str(layer))
         tap = tap if layer is None or tap.startswith("blocks.") else f"blocks.{layer}.{tap}"
         if tap not in self._graph.by_tap:
@@ -124,14 +134,14 @@ class Taps:
             raise UserError(f"{of}: the model has no module {path}" + (f"; did you mean {near[0]}?" if near else ""))
 
     def _call(self, function: Callable[..., Any], names: Sequence[str]) -> Call:
-        """Pair a function with the taps that its results are, in order; of each block, if they are a block's."""
+        """Pair a function with the taps that its results are, in order; names of a block repeat for each block."""
         outside = all(name in self._graph.by_tap for name in names)
         layers = (None,) if outside else range(self._model.layers)
         taps = [self._tap(name, layer) for layer in layers for name in names]
         return Call(function, tuple((tap, self._view_of(tap)) for tap in taps))
 
     def _view_of(self, tap: str) -> View:
-        """Return the view of a tap at a function, which has heads before positions as torch's attention does."""
+        """Return the view of a function's result: functions of heads return (B, H, S, E), as torch's attention does."""
         if len(self._graph.by_tap[tap].width) < 2:
             return as_is
         return lambda x: self._turned(heads_first(x))
@@ -144,7 +154,7 @@ class Taps:
         return x if self._layout.turned is None else x[..., torch.from_numpy(self._layout.turned)]
 
     def _of_modules(self) -> None:
-        """Find the places given by the operations' modules: where taps are written, and read between modules."""
+        """Find the places of taps from the modules of operations: outputs, and inputs from between two modules."""
         known = {*self._places, *self._called}
         at = {one.tap: place for one in self._graph.operations if (place := self._module_of(one)) is not None}
         for one in self._graph.operations:
@@ -180,10 +190,14 @@ class Taps:
     def showing(
         self, shape: tuple[int, ...], take: Callable[[str, Tensor], None], failed: Callable[[Exception], None] = fail
     ) -> Iterator[See]:
-        """Hand each tap that passes to `take`, and its gradient under `grad/` when that comes, while the block runs.
+        """Call `take(name, tensor)` for each tap and for its gradient, `grad/NAME`, while the context is active.
 
-        Yields a function for a tensor that passes no module, by name. shape: of the tokens, (B, S). failed: is given
-        the error, a UserError for a tensor that cannot be the tap; by default it is raised.
+        Yields a function that records a tensor outside all modules, by name.
+
+        Args:
+            shape: shape of the tokens, (B, S).
+            take: receives the name and the tensor.
+            failed: receives an error, such as a UserError for a tensor of the wrong shape; by default it is raised.
         """
         shapes = probe_shapes(self._model, shape[0], shape[1])
         begun: set[str] = set()
@@ -244,9 +258,9 @@ def _on_output(module: nn.Module, place: Place, see: See) -> Any:
 
 @contextmanager
 def _shown_results(call: Call, model: nn.Module, see: See) -> Iterator[None]:
-    """Pass each result of the function to `see`, under one name after another, while the block runs.
+    """Pass the results of the function to `see` while the context is active; the names are used in order.
 
-    The function is replaced where it was defined, and in the modules of `model` that look it up.
+    The function is replaced in the file that defines it, and in the files that define the modules of `model`.
     """
     function, names = call.function, iter(call.names)
 

@@ -1,5 +1,5 @@
-"""Operations of the model from kernels and libraries, and what is applied to the model from outside.
+"""Operations of the model that are kernels or library calls, and functions that change a model from outside.
 
-`apply_float8`, `apply_loss_head` and `apply_recompute` change a model of torch_backend/model.py in place; names of
-parameters and modules stay.
+`apply_float8`, `apply_loss_head` and `apply_recompute` change a model of torch_backend/model.py in place; the names of
+its parameters and modules stay.
 """

@@ -1,8 +1,8 @@
 """AdamW8bit of bitsandbytes, an optional library, and its state. Twin: jax_backend/kernels/bitsandbytes_adamw.py.
 
-The formulas stand there. Tensors of 4,096 numbers or more have moments in 8-bit codes, in blocks of 256 with an FP32
-scale each; the last block of a tensor may be shorter. The smaller ones have theirs in FP32. The library is imported
-only where it was asked for.
+The twin's file has the formulas. Tensors of 4,096 elements or more have moments in 8-bit codes, in blocks of 256 with
+one FP32 scale each; the last block of a tensor may be shorter. Smaller tensors have FP32 moments. The library is
+imported only for a run that uses it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from lockstep.core.config.schema import OptimConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
-# The library's names of the two moments, and of the maps from their codes to numbers.
+# The library's suffixes for the two moments, and its names for the tables from codes to values.
 STATES = {"exp_avg": "1", "exp_avg_sq": "2"}
 MAPS = {"exp_avg": "dynamic", "exp_avg_sq": "udynamic"}
 
 
 def by_bitsandbytes(optim: OptimConfig) -> bool:
-    """Return whether bitsandbytes makes the update, where the policy rounds anything at all."""
+    """Return whether the run selects 8-bit moments by bitsandbytes; the fp64 policy has FP64 moments in any case."""
     return optim.chosen.eight_bit and optim.eight_bit == "bitsandbytes"
 
 
 def check_bitsandbytes(optim: OptimConfig) -> None:
-    """Raise UserError, in one line, if the library was asked for and is not installed."""
+    """Raise UserError, in one line, if the run uses the library and it is not installed."""
     if by_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
         raise UserError("optim.eight_bit = 'bitsandbytes' needs bitsandbytes: pip install 'lockstep[bitsandbytes]'")
 
 
 def bitsandbytes_adamw(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Build the library's optimizer; decay is set in the groups."""
+    """Build the library's optimizer; each group has its own weight decay."""
     with quiet_import():
         from bitsandbytes.optim.adamw import AdamW8bit
 
@@ -56,20 +56,19 @@ def bitsandbytes_adamw(optim: OptimConfig, groups: list[dict[str, Any]]) -> torc
 
 
 def read_moment(entry: Mapping[str, Any], kind: str) -> Tensor:
-    """Read a moment of one parameter's state as FP32, in the parameter's shape."""
+    """Return a moment from one parameter's state, decoded to FP32, in the parameter's shape."""
     number = STATES[kind]
     codes: Tensor = entry[f"state{number}"]
     if codes.dtype == torch.float32:
         return codes
     scale = entry[f"absmax{number}"].repeat_interleave(BLOCK)[: codes.numel()]
     values: Tensor = entry[f"qmap{number}"][codes.int()] * scale.view(codes.shape)
-    # For a block of zeros, the library stores the code 0 (of −0.993) and the scale 0, whose product is −0; the tensor
-    # held 0.
+    # For a block of zeros, the library stores the code of −0.993 and the scale 0. Their product is −0; + 0.0 gives 0.
     return values + 0.0
 
 
 def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) -> dict[str, Tensor]:
-    """Encode `value`, FP32, as entries of a parameter's state: exactly, if it was decoded from codes."""
+    """Encode `value`, FP32, as entries of a parameter's state; values that were decoded from codes stay exact."""
     number = STATES[kind]
     if not quantised:
         return {f"state{number}": value}
@@ -79,11 +78,11 @@ def written_moment(optimizer: Any, value: Tensor, kind: str, quantised: bool) ->
 
 
 def in_codes(value: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, uint8 of the shape of `value`, and scales (blocks,) that stand for `value`, FP32.
+    """Encode `value`, FP32, as codes (uint8, the shape of `value`) and scales (FP32, (blocks,)).
 
-    The scale is found as torchao's is (torch_backend/optim.py, `eight_bits`): a block's largest magnitude, or that
-    magnitude / 0.993 where the code 0 (of −0.993) stands for it. The CPU's quantiser alone would not give back such
-    blocks, nor a 0 that torchao or CUDA made. Where no scale gives a block back, the quantiser's codes are kept.
+    The scale is found as for torchao (torch_backend/optim.py, `eight_bits`): the largest magnitude of a block, or that
+    magnitude / 0.993 if the code 0 (−0.993) encodes it. The CPU's quantiser alone would not reproduce such a block, nor
+    a 0 that torchao or CUDA encoded. If no scale reproduces a block, the quantiser's codes are kept.
     """
     codes, scale = torch.ops.bitsandbytes.quantize_blockwise(value, levels, BLOCK)
     blocks = F.pad(value.flatten(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)

@@ -1,11 +1,11 @@
-"""The loss of a batch without its logits: so many tokens at a time, gradients made in the forward pass.
+"""The loss of a batch in chunks of tokens, without the whole matrix of logits (tokens, V).
 
-The whole (tokens, V) of logits is never there. A chunk's logits are made, turned into losses and into their own
-gradient, and multiplied back into the gradients of the hidden states and of the weight, which is summed over chunks in
-the stream dtype; the backward pass only scales them. It costs no second product, and the memory of one chunk
-(as Liger's fused cross-entropy does, Hsu et al. 2024, arXiv 2410.10989).
+The forward pass computes the gradients. For each chunk it computes the logits, the losses, the gradient of the logits,
+and from it the gradients of the hidden states and of the head's weight. The weight's gradient is summed over chunks in
+the stream dtype. The backward pass only scales these gradients. No product is computed twice, and the memory is that of
+one chunk, as in Liger's fused cross-entropy (Hsu et al. 2024, arXiv 2410.10989).
 
-The twin has no chunks (jax_backend/model.py): they change the order of one sum.
+The twin has no chunks (jax_backend/model.py): chunks change only the order of one sum.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def _(x: Tensor, done: Sequence[Tensor]) -> Tensor:
 
 
 def after(x: Tensor, done: Sequence[Tensor]) -> Tensor:
-    """Return x. A compiled program computes all of `done` before anything that reads what is returned.
+    """Return x; a compiled program computes all of `done` before any operation that reads the returned tensor.
 
-    A compiler considers only an operation's inputs, and may compute the logits of all chunks before it reads any of
-    them. It cannot look into a custom operation, whose arguments must be there. Eager, the program's order is the
-    order.
+    A compiler orders operations by their inputs alone, so it may compute the logits of all chunks before it uses any of
+    them. It cannot see inside a custom operation, and must compute all its arguments first. An eager program needs no
+    such operation: it runs in the order of the code.
     """
     return _after(x, done) if torch.compiler.is_compiling() else x
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(x (N, D), weight (V, D), targets (N,), weights (N,), total) → loss, losses (N,), and what is shown of logits."""
+    """(x (N, D), weight (V, D), targets (N,), weights (N,), total) → loss, losses (N,), and the tensors of the taps."""
 
     @staticmethod
     def forward(
@@ -66,14 +66,14 @@ class _ChunkedLoss(torch.autograd.Function):
         shown: list[tuple[Tensor, ...]] = []
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            # Start after all results from the previous chunk's logits, so that two chunks' logits never coexist.
+            # Begin after all results of the previous chunk, so that the logits of two chunks never exist together.
             x_rows = after(x[rows], [loss, losses[-1], grad_x[-1], grad_weight]) if losses else x[rows]
             if narrow_logits:
                 logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
             else:
                 logits = wide_product(x_rows, weight.T, stream, onednn)
             capped = cap * torch.tanh(logits / cap) if cap else logits
-            # The share is rounded as autograd rounds the gradient of a loss.
+            # The share is rounded to the stream dtype, as autograd rounds the gradient of a loss.
             of_chunk = capped, targets_N[rows], shares_N[rows].to(stream), z_loss
             if not by_one_kernel:
                 part, of_capped = losses_and_gradient(*of_chunk, overwrite=not (show or cap))
@@ -110,9 +110,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """The identity on the loss, whose backward pass reaches logits and losses as if the loss had been made of them.
+    """The identity on the loss; its backward pass gives the tapped logits and losses their gradients.
 
-    shown: the tensors, and then the gradient of each.
+    shown: the tapped tensors, and then the gradient of each.
     """
 
     @staticmethod
@@ -142,10 +142,19 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S), which carry no gradient.
 
-    tap: sees `logits`, before it those without their cap, and `nll`, and their gradients come back through it; None
-    shows nothing and keeps nothing. cap: of the logits, 0: none; not by one kernel.
-    by_one_kernel: one Triton kernel a chunk makes losses and gradient (torch_backend/kernels/one_kernel.py), and the
-    weight's gradient is added up inside the products.
+    Args:
+        x_BSD: final-norm output (B, S, D).
+        weight_VD: the head's weight (V, D).
+        targets_BS: target tokens (B, S).
+        weights_BS: loss weights (B, S).
+        total: sum of the loss weights of the step.
+        policy: precision policy of the products.
+        z_loss: coefficient of the z-loss.
+        chunk: tokens of a chunk.
+        tap: receives the logits before their cap, if any, `logits` and `nll`, with their gradients; None keeps none.
+        by_one_kernel: one Triton kernel per chunk computes losses and gradient (torch_backend/kernels/one_kernel.py),
+            and the products add to the weight's gradient in place.
+        cap: cap of the logits; 0 is none. Not supported by one kernel.
     """
     narrow, batch = policy.casts.rounds("logits"), targets_BS.shape
     settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel, cap

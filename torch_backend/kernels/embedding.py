@@ -1,8 +1,8 @@
-"""Embedding look-up whose gradient is the same every time.
+"""Embedding look-up with a deterministic gradient.
 
-Inductor turns the gradient of `F.embedding` into an atomic scatter-add, whose order, and so whose last bit, changes
-from run to run where a token occurs twice (seen on CPU with torch 2.13). ATen's own kernels add in a fixed order; as a
-custom operator they stay as they are inside a compiled graph. Resuming bit for bit depends on it.
+Inductor compiles the gradient of `F.embedding` to an atomic scatter-add. Where a token occurs twice, the order of that
+sum, and with it the last bit, changes from run to run (observed on the CPU with torch 2.13). ATen's own kernels add in
+a fixed order. Inside a custom operator, a compiled graph leaves them unchanged. A resume with equal bits depends on it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# ATen has another kernel on CUDA for this many tokens or fewer, and there is a race in it (pytorch#187687, #199569).
+# For this many tokens or fewer, ATen uses another CUDA kernel, which has a race (pytorch#187687, #199569).
 RACE = 3072
 
 
 @torch.library.custom_op("lockstep::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_BSD: Tensor, tokens_BS: Tensor, rows: int) -> Tensor:
-    """Sum the gradients (B, S, D) of each token's places, by token (B, S) → (rows, D)."""
+    """Sum the gradients (B, S, D) of all positions that have the same token (B, S) → (rows, D)."""
     if grad_BSD.is_cuda and tokens_BS.numel() <= RACE:
-        # It sorts by token, as the kernel for more tokens does.
+        # index_put_ sorts by token, as the kernel for more tokens does.
         zeros = grad_BSD.new_zeros((rows, grad_BSD.shape[-1]))
         return zeros.index_put_((tokens_BS,), grad_BSD, accumulate=True)
     return torch.ops.aten.embedding_dense_backward(grad_BSD.contiguous(), tokens_BS, rows, -1, False)
@@ -46,6 +46,6 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return rows of the table (V, D) by token (B, S) → (B, S, D)."""
+    """Return the rows of the table (V, D) for the tokens (B, S) → (B, S, D)."""
     rows: Tensor = _Embedding.apply(tokens_BS, weight_VD)
     return rows

@@ -1,9 +1,12 @@
-"""Linear layers in FP8 through torchao, emulated where there is no FP8 hardware. Twin: jax_backend/kernels/float8.py.
+"""Linear layers in FP8 by torchao, emulated on the CPU. Twin: jax_backend/kernels/float8.py.
 
-A scale maps the largest magnitude of its group to the format's largest number. Tensorwise (one scale a tensor): inputs
-and weights in e4m3, gradients in e5m2. Rowwise (one scale a row of the left operand and a column of the right one, cut
-down to a power of two): e4m3 throughout. Delayed: as tensorwise, with scales that the steps before have made
-(core/train/fp8_amax.py). Weights are cast from FP32, all else from bf16; outputs are bf16.
+A scale maps the largest magnitude of its group (the amax) to the largest number of the format.
+
+- tensorwise: one scale per tensor; inputs and weights in e4m3, gradients in e5m2
+- rowwise: one scale per row of the left operand and per column of the right one, rounded down to a power of two; e4m3
+- delayed: as tensorwise, with scales from the amaxes of earlier steps (core/train/fp8_amax.py)
+
+Weights are cast from FP32, other tensors from bf16; outputs are bf16.
 """
 
 from __future__ import annotations
@@ -23,19 +26,23 @@ from lockstep.core.model.names import fp8_modules
 from lockstep.core.train.fp8_amax import layers
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
-# The first GPU generation with FP8 tensor cores is Ada; Hopper is (9, 0).
+# Compute capability of Ada, the first GPU generation with FP8 tensor cores; Hopper is (9, 0).
 FIRST_CAPABILITY = (8, 9)
-# cuBLAS accepts FP8 matrices whose sides are multiples of this.
+# cuBLAS requires that both sides of an FP8 matrix are multiples of this.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Float8:
-    """An FP8 recipe in torchao's terms. config: Float8LinearConfig; products: its LinearMMConfig.
+    """An FP8 recipe in torchao's terms.
 
-    amax: under delayed scaling, (3,) of which its layer makes the scales of input, weight and output gradient. Its
-    gradient is the three largest magnitudes that were seen instead. of_input: the amaxes of the first layer that reads
-    the same input, and so has seen the same: a compiler then casts it once for all of them.
+    config: Float8LinearConfig. products: the LinearMMConfig of that config.
+
+    amax: under delayed scaling, the amaxes (3,) that give the layer's scales of input, weight and output gradient. The
+    backward pass returns the amaxes of this step as the gradient of `amax`.
+
+    of_input: the `amax` of the first layer with the same input. All layers with that input use its scale, so that a
+    compiler casts the input once.
     """
 
     config: Any
@@ -56,7 +63,10 @@ class Float8:
 
 
 def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
-    """Return the FP8 recipe of the run, None without FP8. Raises UserError if this GPU or installation cannot do it."""
+    """Return the FP8 recipe of the run; None without FP8.
+
+    Raises UserError if the GPU has no FP8 tensor cores, or if torchao is missing.
+    """
     if precision.fp8 is None:
         return None
     on_cuda = device.type == "cuda"
@@ -78,14 +88,14 @@ def float8(precision: PrecisionConfig, device: torch.device) -> Float8 | None:
         gemm_config_output=Float8GemmConfig(use_fast_accum=precision.fp8_fast_accumulation),
         emulate=not on_cuda,
     )
-    # torchao's public function: it converts modules, and patches Inductor where torchao needs that.
+    # Use torchao's public function: it also patches Inductor where torchao needs a patch.
     with torch.device("meta"):
         made: Any = convert_to_float8_training(nn.Linear(ALIGNMENT, ALIGNMENT, bias=False), config=config)
     return Float8(made.config, made.linear_mm_config)
 
 
 class _Delayed(torch.autograd.Function):
-    """torchao's `matmul_with_hp_or_float8_args` with scales of given amaxes, and the amaxes that it saw."""
+    """torchao's `matmul_with_hp_or_float8_args` with scales from given amaxes; it also returns the step's amaxes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_t: Tensor, amax: Tensor, of_input: Tensor, products: Any) -> Tensor:
@@ -108,7 +118,10 @@ class _Delayed(torch.autograd.Function):
 
 
 def _casts(products: Any, **tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return each tensor in FP8 with the scale of its amax, saturating; by what it is to its layer."""
+    """Cast each (tensor, amax) to FP8 with the scale of its amax; values beyond the range saturate.
+
+    Keywords: `input`, `weight` and `gradient`, the roles of a tensor in its layer.
+    """
     from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
@@ -125,9 +138,9 @@ def _casts(products: Any, **tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...
 
 
 def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> dict[str, Tensor]:
-    """Make the products of the linear layers that the run chooses (`precision.fp8_layers`) in FP8.
+    """Switch the linear layers of `precision.fp8_layers` to FP8 products.
 
-    Return, under delayed scaling, each layer's amaxes by its name; they are set to 1.
+    Returns, under delayed scaling, the amaxes (3,) of each layer by its name, all 1; else an empty dict.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     amaxes = {}
@@ -143,18 +156,18 @@ def apply_float8(model: nn.Module, run: RunConfig, recipe: Float8 | None) -> dic
 
 
 def set_amaxes(amaxes: Mapping[str, Tensor], values: Mapping[str, np.ndarray]) -> None:
-    """Put (3,) float32 by layer in place of what its scales are made of."""
+    """Set the amaxes of each layer in place. values: layer → (3,) float32."""
     if amaxes:
         with torch.no_grad():
             given = torch.from_numpy(np.stack([values[name] for name in amaxes]))
             device = next(iter(amaxes.values())).device
-            # From pinned memory: otherwise the host would block on the device.
+            # A copy from pinned memory does not block the host.
             given = given.pin_memory() if device.type == "cuda" else given
             torch._foreach_copy_(list(amaxes.values()), list(given.to(device, non_blocking=True).unbind()))
 
 
 def amaxes_seen(amaxes: Mapping[str, Tensor]) -> Tensor:
-    """Return (layers, 3): the amaxes that a backward pass left as their gradients, which are cleared."""
+    """Return the amaxes of this step, (layers, 3), from the gradients of `amaxes`, and clear these gradients."""
     found = torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in amaxes.values()])
     for one in amaxes.values():
         one.grad = None

@@ -10,5 +10,5 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return (x − mean) / √(var + eps) · gain + bias, by torch's own kernel: x (…, D), gain and bias (D,)."""
     if x.dtype == gain.dtype:
         return F.layer_norm(x, gain.shape, gain, bias, eps)
-    # Under another policy than the run's (`evaluate`), dtypes may differ, and the kernel promotes none.
+    # In `evaluate` under another policy than the run's, the dtypes may differ; the kernel does not promote dtypes.
     return F.layer_norm(x, gain.shape, None, None, eps) * gain + bias

@@ -1,12 +1,14 @@
-"""Loss heads of other libraries, in the place of Lockstep's own. Twin: jax_backend/kernels/library_heads.py.
+"""Loss heads of other libraries. Twin: jax_backend/kernels/library_heads.py.
 
-`loss.head` = `torch`: torch.nn.functional.linear_cross_entropy (torch 2.13); `liger`: Liger-Kernel's fused linear
-cross-entropy; `cce`: cut-cross-entropy, without its filter, which leaves small gradients out. Each gets operands of the
-operand dtype and gives per-token losses; none shows its logits.
+- `loss.head` = `torch`: torch.nn.functional.linear_cross_entropy (torch 2.13)
+- `liger`: Liger-Kernel's fused linear cross-entropy
+- `cce`: cut-cross-entropy, without its filter, which would omit small gradients
 
-A library returns gradients in the operand dtype. So that it is not also handed gradients of the losses that
-are rounded (1 / tokens in bf16 is up to 0.4 % off, all in one direction), these are scaled to 1 for the largest loss
-weight, and what comes back is scaled down in the stream dtype: weights of 0 and 1 are exact.
+Each takes operands in the operand dtype and returns per-token losses; none exposes its logits.
+
+A library computes gradients in the operand dtype. The gradient of a per-token loss is about 1 / tokens, which bf16
+rounds by up to 0.4 %, for all tokens in the same direction. Therefore the library receives gradients scaled such that
+the largest is 1, and its results are scaled back in the stream dtype. Loss weights of 0 and 1 are then exact.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from lockstep.torch_backend.precision import Policy
 class Library:
     """A library's loss head.
 
-    losses: (x (N, D), weight (V, D), targets (N,), settings) → (N,). missing: why it cannot run on a device.
+    losses: (x (N, D), weight (V, D), targets (N,), settings) → losses (N,). missing: device → the reason why the head
+    cannot run there, or None.
     """
 
     losses: Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
@@ -82,12 +85,12 @@ def _not_installed(head: str, device: torch.device, interpreted: bool = False) -
 
 
 def _liger_missing(device: torch.device) -> str | None:
-    # Triton's interpreter runs Liger's kernel on the CPU, slowly: enough to examine roundings
+    # Triton's interpreter runs Liger's kernel on the CPU. It is slow, but sufficient for a study of roundings
     # (scripts/studies/library_heads.py).
     return _not_installed("liger", device, bool(os.environ.get("TRITON_INTERPRET")))
 
 
-# By the name of core/components/loss_heads.py.
+# Library heads by their name in core/components/loss_heads.py.
 LIBRARY_HEADS: dict[str, Library] = {
     "torch": Library(_torch, _older_torch),
     "liger": Library(_liger, _liger_missing),
@@ -96,7 +99,7 @@ LIBRARY_HEADS: dict[str, Library] = {
 
 
 def check_head(loss: LossConfig, device: torch.device) -> None:
-    """Raise UserError, in one line, if the head that was asked for cannot run here."""
+    """Raise UserError, in one line, if the configured loss head cannot run on this device."""
     if loss.of_library:
         why = LIBRARY_HEADS[loss.head].missing(device)
     else:
@@ -106,7 +109,7 @@ def check_head(loss: LossConfig, device: torch.device) -> None:
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity, which multiplies the gradient by `factor`, a scalar."""
+    """The identity; its backward pass multiplies the gradient by `factor`, a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ def library_loss(
     loss: LossConfig,
     tap: Callable[[str, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: sees `nll` alone."""
+    """Return Σ weight·loss / total, a float64 scalar, and the per-token losses (B, S). tap: receives only `nll`."""
     share = (weights_BS.max().double() / total.double()).detach()
     nll_BS = tap("nll", library_nll(x_BSD, weight_VD, targets_BS, share, policy, loss))
     return weighted_mean(nll_BS, weights_BS, total), nll_BS
@@ -138,7 +141,7 @@ def library_loss(
 def library_nll(
     x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, largest: Tensor, policy: Policy, loss: LossConfig
 ) -> Tensor:
-    """Return per-token losses (B, S) in the stream dtype. largest: the largest gradient that any of them will have."""
+    """Return per-token losses (B, S) in the stream dtype. largest: the largest gradient of any loss, a scalar."""
     scale = torch.where(largest > 0, 1 / largest, 1.0)
     x = _Scaled.apply(x_BSD.flatten(0, 1).to(policy.stream), 1 / scale).to(policy.operand)
     weight = _Scaled.apply(weight_VD, 1 / scale).to(policy.operand)

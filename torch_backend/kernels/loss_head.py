@@ -1,4 +1,4 @@
-"""The loss head of a model, applied to it from outside. Twin: jax_backend/kernels/loss_head.py."""
+"""Set the loss head of a model. Twin: jax_backend/kernels/loss_head.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.torch_backend.precision import Policy
 
 
 def apply_loss_head(model: Transformer, loss: LossConfig) -> None:
-    """Replace the model's loss by the head that the run chooses: chunked, a library's, or whole logits."""
+    """Set the model's loss head from `loss.head`: chunked, a library's, or whole logits."""
     model.fused_loss = (
         None if loss.chosen.whole else _library(loss) if loss.of_library else _chunked(loss, model.logits_cap)
     )
@@ -51,7 +51,7 @@ def _chunked(loss: LossConfig, cap: float) -> FusedLoss:
         policy: Policy,
         tap: Tap,
     ) -> tuple[Tensor, Tensor]:
-        # Without a tap nothing of the logits is kept.
+        # With None in place of a tap, no logits are kept.
         shown = None if tap is no_tap else tap
         inputs = x_BSD, weight_VD, targets_BS, weights_BS, total
         return chunked_loss(*inputs, policy, z_loss, chunk, shown, by_one_kernel, cap)

@@ -1,8 +1,8 @@
-"""Activation checkpointing: parts of the model whose inner tensors the backward pass computes again.
+"""Activation checkpointing: the backward pass recomputes the inner tensors of parts of the model.
 
-A part's inputs are kept, what it makes on the way is not (Chen et al. 2016, arXiv 1604.06174). Selective: what its
-matrix products gave is kept as well, so that only the cheap rest is computed again (Korthikanti et al. 2022,
-arXiv 2205.05198). The same operations give the same bits, so the twin does not repeat it.
+The inputs of a part are kept, its inner tensors are not (Chen et al. 2016, arXiv 1604.06174). Selective checkpointing
+also keeps the results of matrix products, so that only cheap operations are recomputed (Korthikanti et al. 2022,
+arXiv 2205.05198). The same operations give the same bits, so the twin does not recompute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PART_OF: dict[type[nn.Module], str] = {
     Block: "block",
 }
 
-# Matrix products as autograd dispatches them: linear layers, attention kernels, FP8.
+# Matrix products as autograd dispatches them: those of linear layers, attention kernels and FP8.
 PRODUCTS = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -67,10 +67,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def apply_recompute(model: Transformer, config: RecomputeConfig, tapped: bool = True) -> None:
-    """Make the backward pass compute the configured parts again (`recompute.parts`, `.every`).
+    """Make the backward pass recompute the configured parts (`recompute.parts`, `.every`).
 
-    The `forward` of each part is wrapped where it stands, compiled or not. tapped: also of whole blocks that a tap
-    sees; if False, these are kept.
+    The `forward` of each part is wrapped in place, compiled or not. tapped: recompute whole blocks also in a program
+    with taps; if False, such a program keeps their tensors.
     """
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
@@ -82,12 +82,12 @@ def apply_recompute(model: Transformer, config: RecomputeConfig, tapped: bool = 
 
 
 def _is_chosen(layer: int | None, config: RecomputeConfig) -> bool:
-    """Return whether a block is computed again; what stands outside the blocks (None) always is."""
+    """Return whether a block is recomputed; modules outside the blocks (None) always are."""
     return layer is None or layer % config.every == config.every - 1
 
 
 def _again(forward: Run, keep_products: bool) -> Run:
-    # The model draws no random numbers. Stopping early would skip taps after the last tensor that is needed.
+    # preserve_rng_state: the model draws no random numbers.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if keep_products:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
@@ -99,7 +99,7 @@ def _again(forward: Run, keep_products: bool) -> Run:
 
 
 def _untapped(again: Run, forward: Run) -> Run:
-    """Return a block's `forward`: `again` without a tap, else as it was."""
+    """Return a block's `forward` that recomputes (`again`) only in a program without taps."""
 
     def block(x_BSD: Tensor, rope: Rope, policy: Policy, tap: Tap, name: str) -> Any:
         return (again if tap is no_tap else forward)(x_BSD, rope, policy, tap, name)
@@ -108,7 +108,7 @@ def _untapped(again: Run, forward: Run) -> Run:
 
 
 def in_force(config: RecomputeConfig) -> str:
-    """Describe the recomputed parts, for the table at start."""
+    """Describe the recomputed parts, for the table that is printed at start."""
     parts = [part for part in PARTS if part in config.chosen]
     said = ", ".join(parts)
     if config.every > 1:

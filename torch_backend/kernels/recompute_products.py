@@ -1,7 +1,7 @@
-"""Compute norms and activations in eager mode with fewer passes over memory, and keep what cannot be recomputed alone.
+"""Norms and activations for eager mode, with fewer passes over memory and fewer saved tensors.
 
-The same operations on the same numbers as plain autograd, so the same bits; results of one operation are overwritten by
-the next. A compiler decides for itself what it fuses and keeps.
+The operations and their operands are those of plain autograd, so the bits are the same; an operation overwrites the
+result of the one before. In a compiled program plain operations are used, and the compiler fuses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The function x (…, D) / √(mean(x²) + eps) · gain (D,); x and 1/√(mean(x²) + eps) are kept."""
+    """The function x (…, D) / √(mean(x²) + eps) · gain (D,); x, gain and 1/√(mean(x²) + eps) are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -28,13 +28,13 @@ class _RMSNorm(torch.autograd.Function):
         grad_gain = (x * scale).mul_(grads[0]).sum_to_size(gain.shape)
         grad = grads[0] * gain
         grad_scale = (grad * x).sum_to_size(scale.shape)
-        # Derivatives of the reciprocal root, the mean and the square, as autograd takes them.
+        # Derivatives of the reciprocal root, the mean and the square, in autograd's order.
         grad_square = (-0.5 * grad_scale).mul_(scale.pow(3)).div_(x.shape[-1])
         return grad.mul_(scale).add_(x * grad_square.mul_(2)), grad_gain, None
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) ⊙ up; silu(gate) is not kept."""
+    """The function silu(gate) ⊙ up; silu(gate) is not saved."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class _Gated(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Return x (…, D) / √(mean(x²) + eps) · gain (D,), in this order (Zhang & Sennrich 2019)."""
+    """Return x (…, D) / √(mean(x²) + eps) · gain (D,), computed in this order (Zhang & Sennrich 2019)."""
     if torch.compiler.is_compiling():
         return x * torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + eps) * gain
     made: Tensor = _RMSNorm.apply(x, gain, eps)

@@ -1,4 +1,4 @@
-"""Rotate pairs by an angle in long rows: half as many passes in eager mode, forward and backward, and the same bits."""
+"""Rotate pairs by an angle in whole rows: in eager mode half as many passes over memory, with the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Rotated(torch.autograd.Function):
-    """[left, right] ⊙ [cos, cos] + [right, left] ⊙ [−sin, sin]; the tables alone are kept."""
+    """The function [left, right] ⊙ [cos, cos] + [right, left] ⊙ [−sin, sin]; only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _halves_swapped(x: Tensor) -> Tensor:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + E/2) of the last axis of x (…, E); the tables broadcast to (…, E/2)."""
-    # Where the tables are wider, autograd rounds the gradient of each product to the dtype of x before it adds them.
+    # If the tables are wider than x, autograd rounds the gradient of each product to the dtype of x before the sum.
     if torch.compiler.is_compiling() or x.dtype != cos.dtype:
         left, right = torch.chunk(x, 2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

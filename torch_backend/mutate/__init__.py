@@ -1,1 +1,1 @@
-"""Plant mutants (core/mutate) into the torch trainer from outside: no part of the trainer refers to them."""
+"""Plant mutants (core/mutate) into the torch trainer from outside: the trainer has no code for them."""

@@ -16,9 +16,9 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4
 
 
 def change_of(operator: Operator, axes: tuple[str, ...]) -> Change:
-    """Return the function that `operator` is of a tensor with these axes, or of a number without any.
+    """Return the function that applies `operator` to a tensor with these axes, or to a number without axes.
 
-    `other` and `stale` are none: what they put in place is not made of the tensor.
+    The operators `other`, `stale` and `own` are not functions of the tensor, and have no entry.
     """
     name, arguments = operator.name, operator.arguments
     axis = axes.index(arguments[0]) if name in ("zero", "shift", "swap") else 0
@@ -27,7 +27,7 @@ def change_of(operator: Operator, axes: tuple[str, ...]) -> Change:
     if name == "swap":
         return lambda x: x.index_select(axis, _swapped(x, axis))
     return {
-        # A separate tensor would send back no gradient, not even zeros.
+        # masked_fill gives x a gradient of zeros; a new tensor of zeros would give it none.
         "drop": lambda x: x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0),
         "twice": lambda x: 2 * x,
         "flip": lambda x: -x,
@@ -69,7 +69,7 @@ class _Straight(torch.autograd.Function):
 
 
 def straight(x: Tensor, change: Change) -> Tensor:
-    """Return `change` of x; its gradient is handed back as it comes."""
+    """Return `change` of x; the backward pass is the identity."""
     changed: Tensor = _Straight.apply(x, change)
     return changed
 
@@ -86,13 +86,13 @@ class _Backward(torch.autograd.Function):
 
 
 def backward(x: Tensor, change: Change) -> Tensor:
-    """Return x itself; its gradient becomes `change` of what comes back."""
+    """Return x; the backward pass applies `change` to the gradient."""
     changed: Tensor = _Backward.apply(x, change)
     return changed
 
 
 def region(condition: str, tokens_BS: Tensor) -> Tensor | None:
-    """Return where a condition on parts of a tensor holds, bool (B, S), or None for a condition on the whole."""
+    """Return bool (B, S): the positions where a condition holds; None for a condition on whole tensors."""
     if condition == "last-row":
         held = torch.zeros_like(tokens_BS, dtype=torch.bool)
         held[-1] = True
@@ -106,7 +106,7 @@ def region(condition: str, tokens_BS: Tensor) -> Tensor | None:
 
 
 def within(held_BS: Tensor | None, change: Change) -> Change:
-    """Return `change` of a tensor (B, S, …) where the region holds, and the tensor itself elsewhere."""
+    """Return a function that applies `change` to a tensor (B, S, …) only where the region holds."""
     if held_BS is None:
         return change
 

@@ -1,4 +1,4 @@
-"""The batch of a mutated loader."""
+"""Batches of a mutated loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.torch_backend.mutate.change import change_of
 
 
 def changed(batch: Batch, mutant: Mutant, place: Place) -> Batch:
-    """Return the batch with one array changed by the mutant, dtypes kept."""
+    """Return the batch with one array changed by the mutant; dtypes stay."""
     array = batch.arrays[place.name]
     new = change_of(mutant.operator, place.axes)(torch.from_numpy(array.copy())).numpy().astype(array.dtype)
     return Batch.of({**batch.arrays, place.name: new}, batch.end_of_text)

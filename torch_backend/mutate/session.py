@@ -1,4 +1,4 @@
-"""A torch session in which one mutant is planted."""
+"""A torch session with one planted mutant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.torch_backend.mutate.change import Change, backward, change_of, re
 from lockstep.torch_backend.optim import moment_of
 from lockstep.torch_backend.session import TorchSession
 
-# Scalars of the optimizer's groups: what the place is called → the key, and the place in a tuple.
+# Scalars of the optimizer's groups: name of the place → key in a group, and index if the value is a tuple.
 _SETTINGS = {
     "optimizer.beta1": ("betas", 0),
     "optimizer.beta2": ("betas", 1),
@@ -43,16 +43,15 @@ class MutatedBackend(TorchBackend):
 
 
 class MutatedSession(TorchSession):
-    """A session that differs from TorchSession by `mutant` alone; `place` is where that stands."""
+    """A TorchSession with one planted `mutant`; `place` describes the position of the mutant."""
 
     mutant: Mutant
     place: Place
-    # The facts that conditions test: number and count of the micro-batches, weights that are all 1, a loaded
-    # checkpoint.
+    # Facts that conditions test: (number, count) of the micro-batch, all loss weights are 1, a checkpoint was loaded.
     _micro: tuple[int, int] = (0, 1)
     _ones = False
     _resumed = False
-    # True if the condition holds for the program's batch. torch.compile makes a program for either.
+    # True if the condition holds for the program's batch. torch.compile makes one program for each value.
     _acting = False
     _stepping = False
 
@@ -60,7 +59,7 @@ class MutatedSession(TorchSession):
         operator = self.mutant.operator
         made = operator.name not in ("other", "stale", "own")
         self._change: Change = change_of(operator, self.place.axes) if made else lambda x: x
-        # The tensors that `stale` puts in place: those of the last step, by place or parameter.
+        # Tensors of the last step, which `stale` puts in place of the current ones.
         self._last: dict[str, Any] = {}
         super().__init__(config)
         if self.mutant.kind in ("written", "read"):
@@ -71,7 +70,7 @@ class MutatedSession(TorchSession):
             self.parameters[self.place.name].register_hook(self._add_own)
 
     def build_model(self) -> Transformer:
-        """Build the model, in which a parameter or an epsilon may be read otherwise."""
+        """Build the model; if the mutant is in a parameter or an epsilon, modules read the changed value."""
         model = super().build_model()
         if self.place.parameter:
             path, _, role = self.place.parameter.rpartition(".")
@@ -81,10 +80,10 @@ class MutatedSession(TorchSession):
             norm.eps = self._number(norm.eps)
         return model
 
-    # When the mutant acts
+    # Conditions
 
     def _acts(self) -> bool:
-        """Return whether the condition holds now, as far as it is not one of the program."""
+        """Return whether the mutant's condition holds now; True for conditions that the program tests."""
         number, count = self._micro
         held = {
             "ones": self._ones,
@@ -102,7 +101,7 @@ class MutatedSession(TorchSession):
 
     @property
     def _in_this_program(self) -> bool:
-        """Return whether the mutant acts in the program that is running, or being traced."""
+        """True if the mutant acts in the program that is running or being traced."""
         if self.mutant.condition == "untapped" and self._tapping:
             return False
         if self.mutant.condition == "compiled" and not torch.compiler.is_compiling():
@@ -116,7 +115,7 @@ class MutatedSession(TorchSession):
     def micro_loss(
         self, tokens: Tensor, targets: Tensor, weights: Tensor, total: Tensor, *documents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and NLL, on the way to which a tensor was changed."""
+        """Return loss and per-token NLL, computed with the changed tensor."""
         shown = self.model.tap
         self._tapping = shown is not no_tap
         if not self._in_this_program:
@@ -137,7 +136,7 @@ class MutatedSession(TorchSession):
         return backward(value, change) if self.mutant.kind == "backward" else change(value)
 
     def _planted(self, shown: Tap, change: Change, held: Tensor | None) -> Tap:
-        """Return the tap `shown`, in whose passing the tensor of the place is changed."""
+        """Return a tap that calls `shown`, and changes the tensor of the place before or after it."""
         place, operator = self.place, self.mutant.operator.name
         passed: dict[str, Tensor] = {}
 
@@ -155,19 +154,19 @@ class MutatedSession(TorchSession):
         return tap
 
     def _of_parameter(self, value: Tensor) -> Tensor:
-        """Return a parameter as the operation of the place reads it."""
+        """Return the value of a parameter that the operation of the place reads."""
         return self._changed(self._change, value) if self._in_this_program else value
 
-    # The session's own use of the program
+    # Uses of the program by the session
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Show the taps of a micro-batch by itself."""
+        """Record the taps of one micro-batch."""
         self._ones = bool((batch.weights == 1).all())
         self._about(batch, 0, 1)
         super().stream_taps(batch, taps, take)
 
     def accumulate(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Accumulate gradients, one of which may be changed in the end."""
+        """Accumulate gradients; a mutant in a gradient changes one of them at the end."""
         self._ones = bool((batch.weights == 1).all())
         count = len(batch.cut(self.config.train))
         self._about(batch, 0, count)
@@ -187,10 +186,10 @@ class MutatedSession(TorchSession):
         return super()._forward_backward(micro, program, total)
 
     def _part(self, gradient: Tensor) -> Tensor:
-        # Taps ask for gradients of a micro-batch by itself, of which no part is one of several.
+        # Taps request the gradients of a single micro-batch, which are not part of a sum.
         return self._change(gradient) if self._micro[1] > 1 and self._acting else gradient
 
-    # The sum of this rank's gradients of a parameter, before it is reduced.
+    # Sum of this rank's gradients of the parameter, before the reduction over ranks.
     _own: Tensor | None = None
 
     def _add_own(self, gradient: Tensor) -> None:
@@ -211,7 +210,7 @@ class MutatedSession(TorchSession):
             p.grad = self._change(p.grad)
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Make a step, after which what the step left behind may be changed."""
+        """Run a step; a mutant in a moment, an update or a scalar changes the step's result."""
         acts, at = self._acts(), self.steps_done
         before = {n: p.detach().clone() for n, p in self.parameters.items()} if self.mutant.kind == "update" else {}
         kept = self._moment().clone() if self.mutant.kind == "moment" else None
@@ -240,7 +239,7 @@ class MutatedSession(TorchSession):
         return moment_of(self.optimizer, self.parameters[name], kind)
 
     def _change_update(self, before: Mapping[str, Tensor], acts: bool) -> None:
-        """Change what the step has added to a parameter; elements that stay keep their bits."""
+        """Change the update that the step added to a parameter; unchanged elements keep their bits."""
         name = self.place.name
         made = {n: self.parameters[n] - before[n] for n in (name, self.place.other) if n}
         wanted = self._change(made[name])
@@ -262,14 +261,14 @@ class MutatedSession(TorchSession):
         return self._change(value) if self.place.name == name and self._acts() else value
 
     def total_weight(self, batch: Batch) -> Tensor:
-        """Return the weight by which the loss is divided, or what the mutant makes of it."""
+        """Return the total loss weight, changed if the mutant is in it."""
         return self._scalar("total_weight", super().total_weight(batch))
 
     def _global_norm(self, grads: list[Tensor]) -> Tensor:
         return self._scalar("grad_norm", super()._global_norm(grads))
 
     def clip_coefficient(self, norm: Tensor) -> Tensor:
-        """Return the clip coefficient, or what the mutant makes of it."""
+        """Return the clip coefficient, changed if the mutant is in it."""
         return self._scalar("clip_coefficient", super().clip_coefficient(norm))
 
     def _update(self, grads: list[Tensor], coefficient: Tensor, lr: float, finite: bool) -> None:
@@ -290,7 +289,7 @@ class MutatedSession(TorchSession):
     # Batch, checkpoint, validation
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, targets and weights on the device, one of which may be changed."""
+        """Return tokens, targets and weights on the device; a mutant in the batch changes one of them."""
         arrays = dict(zip(("tokens", "targets", "weights"), super().to_device(batch), strict=True))
         if self.mutant.kind == "batch":
             name = self.place.name
@@ -304,7 +303,7 @@ class MutatedSession(TorchSession):
         return arrays["tokens"], arrays["targets"], arrays["weights"]
 
     def load(self, state: State) -> None:
-        """Take over a state, as a checkpoint gave it."""
+        """Load a state; a mutant in the reading of a checkpoint changes one tensor."""
         self._resumed = True
         if self.mutant.kind == "read":
             state = self._read(state)
@@ -319,7 +318,7 @@ class MutatedSession(TorchSession):
         return replace(state, optimizer={**state.optimizer, kind: changed})
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Return the scores of a batch, of which the NLL may be changed."""
+        """Return the scores of a batch; a mutant in the validation changes the NLL."""
         found = super().evaluate(batch, policy)
         if self.mutant.kind != "validation":
             return found
@@ -327,10 +326,10 @@ class MutatedSession(TorchSession):
 
 
 class _MutatedWriter(Writer):
-    """A writer of checkpoints that changes one tensor on its way, if the mutant is one of those."""
+    """A writer of checkpoints; a mutant in the writing changes one tensor of the copy."""
 
     def begin(self, folder: Path) -> WritingTorch:
-        """Begin to write the state."""
+        """Copy the state, and change the copy if the mutant is in the writing."""
         made = super().begin(folder)
         session: Any = self._session
         if session.mutant.kind == "written":
@@ -340,9 +339,9 @@ class _MutatedWriter(Writer):
 
 
 def _read_otherwise(module: nn.Module, role: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to a parameter as `module` reads it; the parameter itself stays as it is.
+    """Make `module` read a changed value of its parameter `role`; the parameter itself stays.
 
-    In a table that a tied head reads too, the look-up alone is changed.
+    For an embedding, only the look-up reads the changed value: a tied head reads the table unchanged.
     """
     kind = type(module)
     if isinstance(module, Embedding):

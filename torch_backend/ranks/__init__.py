@@ -1,1 +1,1 @@
-"""Several processes: process groups, DDP, FSDP."""
+"""Training over several processes: process groups, DDP, FSDP."""

@@ -1,8 +1,8 @@
-"""The part of a rank in a step when the weights are sharded over ranks (torch_backend/ranks/sharded_tensors.py).
+"""A rank's step under FSDP2, with sharded weights (torch_backend/ranks/sharded_tensors.py).
 
-Every rank must take part in whatever needs the weights, also in what rank 0 alone is asked for: a check's single
-micro-batch, validation, a sample. All compute it then, and the loss of all but rank 0 is divided by infinity, so that
-their gradients are zero and the sum over ranks has the bits of rank 0's.
+Every rank must take part in every computation that needs the weights, also in those for rank 0 alone: the single
+micro-batch of a check, validation, a sample. All ranks compute the same program. The loss of all ranks except rank 0 is
+divided by infinity, so that their gradients are zero and the sum over ranks has the bits of rank 0's gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.torch_backend.tools.step_timer import REDUCING
 
 
 class ShardedRanks(Sharing):
-    """The ranks under FSDP2, each with a part of weights, gradients and moments."""
+    """The ranks under FSDP2; each holds a part of weights, gradients and moments."""
 
     sharded = True
 
@@ -34,10 +34,10 @@ class ShardedRanks(Sharing):
         self._model, self._program = session.model, session.micro_loss
         self._parameters = list(session.parameters.values())
         self._each = session.config.parallel.reduce_every_micro_batch
-        # A sum to which only rank 0 contributes adds zeros: it is no reduction, and nothing rounds it.
+        # True if several ranks contribute to the sum of gradients. If only rank 0 does, the sum is exact in any dtype.
         self._shared = False
         self._parts = parts(session.root)
-        # The collective that sums the gradients of each part; observing unsummed ones replaces it.
+        # The reduce-scatter of each part's gradients; `unreduced` replaces it for one pass.
         self._sums: dict[str, SumAndCut] = {}
         for name, part in self._parts.items():
             called = name.removeprefix("model.") or "embedding, final norm and head"
@@ -45,34 +45,34 @@ class ShardedRanks(Sharing):
             part.set_custom_all_gather(self.gather(called))
             self._sums[name] = self.sum_and_cut(called, members)
             part.set_custom_reduce_scatter(self._sums[name])
-            # The sum over ranks has the factor 1. By default torch takes a mean, and nccl a product with its factor.
+            # Compute a plain sum over ranks. By default torch divides by the number of ranks, in nccl's reduction.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
     def gather(self, called: str) -> Gather:
-        """Return the function that gathers a module's weights."""
+        """Return the all-gather of a module's weights."""
         return Gather(lambda: self.on_sent(f"the all-gather of {called}"))
 
     def sum_and_cut(self, called: str, members: Sequence[Tensor]) -> SumAndCut:
-        """Return the function that sums a module's gradients over ranks."""
+        """Return the reduce-scatter of a module's gradients."""
         return SumAndCut(partial(self._noted, called, members), self.narrow)
 
     def narrow(self) -> torch.dtype | None:
-        """Return the dtype that gradients are summed in now, if it is a narrow one."""
+        """Return the narrow dtype in which gradients are summed now; None if they are summed in their own dtype."""
         return self._narrow if self._shared else None
 
     def _noted(self, called: str, members: Sequence[Tensor], gradients: Tensor) -> None:
         self.on_sent(f"the reduce-scatter of {called}")
-        # Updated by every part: the time after the last one is spent waiting for the other ranks.
+        # Every part updates the mark. The time after the last one is that of the wait for other ranks.
         self._step_timer.mark(REDUCING)
         self.calls += 1
         self._extremes.append((members, *torch.aminmax(gradients)))
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """Yield the program for each micro-batch that this rank computes of these, in order.
+        """Yield the program for each of this rank's micro-batches, in order.
 
-        Whole gradients accumulate on the rank and the last backward pass reduces their sum, as under DDP; or each one
-        reduces its own, if so configured, and parts accumulate.
+        Whole gradients accumulate on the rank, and the last backward pass reduces their sum, as under DDP. With
+        `parallel.reduce_every_micro_batch`, each backward pass reduces its gradients, and the sharded parts accumulate.
         """
         self._shared = self.shares(micros)
         count = len(self.own(micros))
@@ -91,7 +91,7 @@ class ShardedRanks(Sharing):
         return found
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the micro-batch's loss and NLL; only the loss of rank 0 counts."""
+        """Return the micro-batch's loss and NLL; only the loss of rank 0 contributes to gradients."""
         tokens, targets, weights, total, *documents = inputs
         return self.trains(tokens, targets, weights, self.total(total), *documents)
 
@@ -105,18 +105,20 @@ class ShardedRanks(Sharing):
             return self.root(partial(program, *inputs))
         finally:
             if not torch.is_grad_enabled():
-                # No backward pass will free the gathered weights, and the next call would use them after they are
-                # outdated.
+                # No backward pass frees the gathered weights here, and a later call would use outdated ones.
                 self.root.reshard()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute this rank's parts of the gradients of rank 0's loss, into each `.grad`."""
+        """Compute this rank's parts of the gradients of rank 0's loss, and store them in `.grad`."""
         self.root.set_requires_gradient_sync(True)
         self._shared = False
         loss.backward()
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return gradients, for parameters this rank's parts, by a backward pass: autograd sees gathered weights."""
+        """Return the gradients of `wanted`; for a parameter, this rank's part.
+
+        It runs a backward pass instead of torch.autograd.grad, because autograd's graph has the gathered weights.
+        """
         self.backward(loss)
         found = [t.grad for t in wanted]
         for tensor in (*wanted, *self._parameters):
@@ -124,9 +126,9 @@ class ShardedRanks(Sharing):
         return found
 
     def unreduced(self, take: Callable[[Tensor, Tensor], None], program: Callable[..., Any], *inputs: Any) -> None:
-        """Hand `take` each parameter and the whole gradient of this rank's own micro-batch, before any sum.
+        """Call `take` with each parameter and its whole gradient from this rank's micro-batch, before any reduction.
 
-        A part's gradients come when its backward pass is done, and go when they are taken.
+        `take` receives the gradients of a part after the backward pass of that part; they are freed afterwards.
         """
         self.root.set_requires_gradient_sync(True)
         for part in self._parts.values():
@@ -140,18 +142,18 @@ class ShardedRanks(Sharing):
                 p.grad = None
 
     def norm(self, norms: Tensor) -> Tensor:
-        """Return the root of the sum of squares over ranks."""
+        """Return the square root of the sum over ranks of the squared norms."""
         self.on_sent("the sum of the norms")
         return sum_of_squares(norms)
 
     def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """Return whether something is so on any rank."""
+        """Return the element-wise OR of flags over ranks."""
         found = torch.tensor(flags, dtype=torch.int64, device=self._parameters[0].device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in found]
 
 
 def _own(part: Any) -> list[Tensor]:
-    """List the parameters of a part that belong to no part inside it."""
+    """List the parameters of a part that do not belong to a part inside it."""
     inner = {id(p) for other in parts(part).values() if other is not part for p in other.parameters()}  # type: ignore[attr-defined]
     return [p for p in part.parameters() if id(p) not in inner]

@@ -1,4 +1,4 @@
-"""Compare the ranks' hosts, code and view of the file system."""
+"""Report a rank's host, code and view of the file system, for a comparison over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("core", "torch_backend")
 class NodeReport:
     """A rank's report for the comparison of nodes.
 
-    sees: whether a file that rank 0 has just made is there. code: SHA-256 of torch's version and our sources.
+    sees: True if this rank finds a file that rank 0 has just created. code: SHA-256 of torch's version and the sources.
     """
 
     host: str
@@ -27,7 +27,7 @@ class NodeReport:
 
 
 def node_report(file: Path) -> NodeReport:
-    """Return the report of this rank; wait some seconds for the file."""
+    """Return the report of this rank; wait some seconds for the file to appear."""
     version = f"torch {torch.__version__}"
     return NodeReport(socket.gethostname(), sees(file), version, _fingerprint(version))
 

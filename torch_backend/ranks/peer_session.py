@@ -1,8 +1,8 @@
-"""The session of one rank among its peers: every rank holds one, and makes the same calls on it.
+"""The session of one rank among its peers: every rank has one, and all ranks make the same calls on theirs.
 
-A method in which ranks meet is watched (torch_backend/ranks/peers.py). Each rank computes by itself what needs no
-other: whole weights are on every rank under DDP, so reading them gives the same everywhere. Where weights are cut over
-ranks, all take part in whatever needs them.
+A method that communicates is watched for failures of other ranks (torch_backend/ranks/peers.py). Under DDP every rank
+holds all weights, so a method that only reads them runs on each rank without communication, with the same result. With
+sharded weights, all ranks take part in every method that needs weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OpensRanks(Protocol):
     """A backend that opens the session of one rank."""
 
     def open_rank(self, config: RunConfig) -> TorchSession:
-        """Open the session of this rank, before it joins the others."""
+        """Open the session of this rank, before it joins the process group."""
         ...
 
 
@@ -63,7 +63,7 @@ def open_among_peers(backend: OpensRanks, config: RunConfig) -> PeerSession:
 class PeerSession:
     """A session of core/backend.py on each of several ranks.
 
-    A batch whose micro-batches cannot be shared evenly (a check's single one) is computed by each rank alone.
+    If the micro-batches of a batch cannot be distributed evenly, as for a check's single one, each rank computes all.
     """
 
     def __init__(self, peers: Peers, backend: OpensRanks, config: RunConfig) -> None:
@@ -80,16 +80,17 @@ class PeerSession:
         peers.be_patient_for(config.parallel.timeout_seconds)
         self._record: StepRecord | None = None
         self._by_rank = False
-        # Digests of the last taps of which each rank was given its own part.
+        # Digests of the last taps that were recorded by rank (`each_its_own`).
         self._seen: dict[str, str] = {}
-        # Digests of the last step's gradients, by parameter, where every rank has whole ones.
+        # Digests of the last step's gradients, by parameter, if every rank has whole gradients.
         self._sums: dict[str, str] = {}
 
     @contextmanager
     def each_its_own(self) -> Iterator[None]:
-        """Make streams give each rank what it holds, and rank 0 everything, while the block runs.
+        """Make streams pass each rank only its own part while the context is active.
 
-        A rank is given its rows of weights, moments and gradients that are sharded over ranks, and nothing of the rest.
+        With sharded weights, each rank receives its rows of weights, moments and gradients. Tensors that all ranks have
+        go to rank 0 alone.
         """
         self._by_rank = True
         try:
@@ -99,34 +100,34 @@ class PeerSession:
 
     @collects
     def state(self) -> State:
-        """Return a copy of the state, gathered from all ranks where it is cut."""
+        """Return a copy of the state; if it is sharded, gather it from all ranks."""
         found = Collected()
         return found.state(self.stream_state(found))
 
     def stream_state(self, take: Take) -> State:
-        """Hand each tensor of `state` to `take`."""
+        """Pass each tensor of `state` to `take`; return the state without tensors."""
         return self._look("state", lambda: self._giving(StreamsState, "state", take, partial(stream_state, self.own)))
 
     def load(self, state: State) -> None:
-        """Take the state over. Raises ValueError if names or shapes are not the model's."""
+        """Load a state. Raises ValueError if names or shapes are not the model's."""
         self._do("load", lambda: self.own.load(state), together=False)
 
     def restore(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
-        """Read what this rank holds from a checkpoint's folder. Raises ValueError as `load` does."""
+        """Read this rank's part of a state from a checkpoint's folder. Raises ValueError as `load` does."""
         self._do("restore", lambda: self.own.restore(folder, step, scalars), together=False)
 
     def update_counts(self) -> Mapping[str, int]:
-        """Return the counts of this rank's optimizer."""
+        """Return this rank's counts of updates, by parameter."""
         return self.own.update_counts()
 
     def state_checksums(self) -> Mapping[str, float]:
-        """Return those of what this rank holds."""
+        """Return checksums of this rank's part of the state."""
         return self.own.state_checksums()
 
     def require_shared(self, folder: Path) -> None:
-        """Raise UserError unless every rank sees this folder, where each writes its part of a checkpoint, and is alike.
+        """Raise UserError unless every rank finds this folder, and has the same sources of Lockstep and the same torch.
 
-        folder: rank 0's. Alike: the same sources of Lockstep, and the same torch.
+        folder: the path on rank 0; every rank writes its part of a checkpoint there.
         """
         if self.peers.rank == 0:
             with token(folder.resolve()) as name:
@@ -151,7 +152,7 @@ class PeerSession:
         return self.peers.gather(node_report(seen), "look for the run's folder")
 
     def write(self, folder: Path) -> WritingTorch:
-        """Start to write this rank's share of the state; every rank waits for the result."""
+        """Start to write this rank's part of the state; every rank calls `wait` of the result."""
         return self._do("write", lambda: self.own.write(folder), together=False)
 
     def random_state(self) -> dict[str, np.ndarray]:
@@ -160,12 +161,12 @@ class PeerSession:
         return {f"{rank}/{name}": a for rank, states in enumerate(found) for name, a in states.items()}
 
     def set_random_state(self, states: Arrays) -> None:
-        """Take over this rank's part of what `random_state` gave, if it is there."""
+        """Set this rank's random number generators from its entries in a result of `random_state`, if there are any."""
         found = {key.rpartition("/"): state for key, state in states.items()}
         self.own.set_random_state({n: a for (rank, _, n), a in found.items() if int(rank or 0) == self.peers.rank})
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Make one optimizer step. Raises ValueError for a batch that ranks cannot share."""
+        """Run one optimizer step. Raises ValueError if the micro-batches cannot be distributed evenly over ranks."""
         norms = norms and self._wanted
         record: StepRecord = self._step(batch, lambda: self.own.step(batch, norms=norms))
         return record
@@ -177,7 +178,7 @@ class PeerSession:
         return found.gradients(self.stream_gradients(batch, found))
 
     def stream_gradients(self, batch: Batch, take: Take) -> Gradients:
-        """Hand each gradient of `gradients` to `take`."""
+        """Pass each gradient of `gradients` to `take`; return NLL and loss."""
 
         def own() -> Gradients:
             of_own = partial(stream_gradients, self.own, batch)
@@ -189,13 +190,13 @@ class PeerSession:
 
     @collects
     def step_and_gradients(self, batch: Batch, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """Run `step`, and return also the gradients that it made before clipping."""
+        """Run `step`, and also return its gradients before clipping."""
         taken = Collected()
         record, found = self.stream_step(batch, taken, norms=norms)
         return record, None if found is None else taken.gradients(found)
 
     def stream_step(self, batch: Batch, take: Take, *, norms: bool = False) -> tuple[StepRecord, Gradients | None]:
-        """Run `step_and_gradients`, with the gradients handed to `take`."""
+        """Run `step_and_gradients`, and pass the gradients to `take` instead of returning them."""
         norms = norms and self._wanted
         self._sums = {}
 
@@ -213,7 +214,7 @@ class PeerSession:
     def step_and_sketches(
         self, batch: Batch, *, norms: bool = False
     ) -> tuple[StepRecord, Mapping[str, Observation] | None]:
-        """Run `step`, and return also the observations of its gradients before clipping."""
+        """Run `step`, and also return observations of its gradients before clipping."""
         norms = norms and self._wanted
         found: tuple[StepRecord, Mapping[str, Observation] | None] = self._step(
             batch, lambda: self.own.step_and_sketches(batch, norms=norms)
@@ -225,19 +226,19 @@ class PeerSession:
         self.own.keep_inputs()
 
     def inputs_kept(self) -> Arrays:
-        """Return the inputs kept on all ranks, whose shares follow each other in the batch."""
+        """Return the inputs kept on all ranks by name, concatenated along B in the order of ranks."""
         found = self.peers.gather(self.own.inputs_kept(), "gather what the step was given")
         return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:
-        """Return times of a pass on every rank / times without `deterministic = true`, on this one."""
+        """Return time of a pass / time without `deterministic = true`, several times; all ranks run the passes."""
         self._require_shared(batch)
         return self._do("costs of determinism", lambda: self.own.costs_of_determinism(batch))
 
     def rank_gradients(self, batch: Batch) -> list[Arrays]:
-        """Return the gradients of each micro-batch by itself, unreduced, from the rank whose share it is.
+        """Return the gradients of each single micro-batch before any reduction, from the rank that computes it.
 
-        Rank 0 returns those of all ranks; another rank its own.
+        Rank 0 returns those of all ranks, any other rank only its own.
         """
         found: dict[int, dict[str, np.ndarray]] = {}
 
@@ -248,11 +249,11 @@ class PeerSession:
         return [arrays for of_rank in self.peers.to_first(found) for arrays in of_rank.values()]
 
     def stream_rank_gradients(self, batch: Batch, take: Callable[[int, str, np.ndarray], None]) -> None:
-        """Hand each gradient of `rank_gradients` to `take` on the rank that made it, with its micro-batch's number."""
+        """Pass each gradient of `rank_gradients` to `take(micro-batch's number, name, gradient)` on its own rank."""
         self._require_shared(batch)
         ranks = self.own.ranks
         assert ranks is not None
-        # Not by the session's own sharing, which may be the fault.
+        # Use the base class's distribution: the session's own may have the fault that a check searches.
         mine = Sharing.share(ranks, batch.cut(self.config.train))
 
         def own() -> None:
@@ -262,7 +263,7 @@ class PeerSession:
         self._do("own gradients", own, self.own.root is not None)
 
     def rank_reports(self) -> list[RankReport]:
-        """Return each rank's report on the last step, rank 0 first."""
+        """Return each rank's report on the last step, in the order of ranks."""
         assert self._record is not None
         digests: dict[str, str] = {}
 
@@ -280,50 +281,50 @@ class PeerSession:
 
     @collects
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Return what the session of one rank returns."""
+        """Return taps of a micro-batch, as `Observes.observe` does."""
         return self._look("observe", lambda: self.own.observe(batch, taps))
 
     def stream_taps(self, batch: Batch, taps: Sequence[str], take: Take) -> None:
-        """Hand each tensor of `observe` to `take`."""
+        """Pass each tensor of `observe` to `take`."""
         of_own = partial(stream_taps, self.own, batch, taps)
         if self._by_rank:
             self._seen = {}
         self._look("observe", lambda: self._giving(StreamsTaps, "observe", self._noting(take), of_own))
 
     def sketch(self, batch: Batch) -> dict[str, Observation]:
-        """Return what the session of one rank returns."""
+        """Return sketches of a micro-batch, as `Observes.sketch` does."""
         return self._look("sketch", lambda: self.own.sketch(batch))
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Return what the session of one rank returns, from the inputs alone."""
+        """Execute a stage on this rank, as `Observes.run_stage` does."""
         return self.own.run_stage(stage, inputs)
 
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
-        """Return what the session of one rank returns."""
+        """Return per-token scores, as `Observes.evaluate` does."""
         return self._look("evaluate", lambda: self.own.evaluate(batch, policy))
 
     def attention_logits(self, batch: Batch) -> np.ndarray:
-        """Return what the session of one rank returns."""
+        """Return the largest attention logits, as `Observes.attention_logits` does."""
         return self._look("attention logits", lambda: self.own.attention_logits(batch))
 
     def seconds_of_step(self) -> Mapping[str, float]:
-        """Return this rank's seconds."""
+        """Return this rank's seconds of the last step, by part."""
         return self.own.seconds_of_step()
 
     def memory(self) -> Mapping[str, float]:
-        """Return this rank's memory."""
+        """Return this rank's memory in bytes."""
         return self.own.memory()
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Return what the session of one rank returns."""
+        """Return logits (V,), as `Observes.next_token_logits` does."""
         return self._look("next token logits", lambda: self.own.next_token_logits(tokens))
 
     def cached_logits(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return what the session of one rank returns."""
+        """Return logits (n, V), as `Observes.cached_logits` does."""
         return self.own.cached_logits(tokens, lengths)
 
     def decoder(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return what the session of one rank returns."""
+        """Return a function from tokens to logits, as `Observes.decoder` does."""
         return self.own.decoder()
 
     def close(self) -> None:
@@ -342,13 +343,14 @@ class PeerSession:
 
     @property
     def _wanted(self) -> bool:
-        """Return whether this rank computes what rank 0 reports: norms of whole weights are equal on all ranks."""
+        """True if this rank must compute norms: rank 0, or every rank if the weights are sharded."""
         return self.peers.rank == 0 or self.own.root is not None
 
     def _giving(self, streams: type[Any], method: str, take: Take, call: Callable[[Take], T]) -> T:
-        """Run `call`, which hands tensors over, with the function that takes them, as `each_its_own` describes.
+        """Run `call` with a `take` that follows `each_its_own`.
 
-        streams, method: how the session of this rank shows its parts; one that shows whole tensors is cut.
+        streams, method: the protocol and method by which this rank's session streams its parts. If it has none, it
+        streams whole tensors, and `take` receives this rank's rows of them.
         """
         if not self._by_rank:
             return call(take)
@@ -367,10 +369,13 @@ class PeerSession:
             return call(take)
 
     def _noting(self, take: Take) -> Take:
-        """Return a `take` that notes the digest of each tap that all ranks compute alike, and gives on this rank's.
+        """Return a `take` that records the digest of each tap that must be equal on all ranks, and passes on some.
 
-        Where weights are cut, the gradients of all but rank 0 are zero. On a GPU sums of a backward pass vary, unless
-        the run is deterministic; and Inductor chooses a GPU's kernels by time, each rank its own.
+        With sharded weights, only parameter gradients of this rank are passed on; else rank 0 passes on all taps.
+
+        These are not equal on all ranks, and have no digest: gradients with sharded weights, which are zero except on
+        rank 0; gradients on a GPU, unless the run is deterministic; and all taps if Inductor selects kernels by
+        measured time, which may differ by rank.
         """
         if not self._by_rank:
             return take
@@ -388,7 +393,7 @@ class PeerSession:
         return note
 
     def _noting_sums(self, give: Take) -> Take:
-        """Return a `take` that notes each gradient's digest, alike on ranks with whole weights, and gives it on."""
+        """Return a `take` that records the digest of each whole gradient, and passes the gradient on."""
         if not self._by_rank or self.own.root is not None:
             return give
 
@@ -399,7 +404,7 @@ class PeerSession:
         return note
 
     def _look(self, what: str, own: Callable[[], T]) -> T:
-        """Run something that changes nothing: on this rank alone, or on all ranks where the weights are sharded."""
+        """Run a call that changes no state: on this rank alone, or on all ranks if the weights are sharded."""
         return own() if self.own.root is None else self._do(what, own)
 
     def _do(self, what: str, own: Callable[[], T], together: bool = True) -> T:
@@ -422,4 +427,4 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _drop(kind: str, name: str, array: np.ndarray) -> None:
-    """Take a tensor that rank 0 has as well."""
+    """Ignore a tensor that rank 0 also has."""

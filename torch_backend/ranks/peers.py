@@ -1,9 +1,9 @@
-"""The ranks of a run as peers: each runs the same program, and each finds out for itself which of them fails or hangs.
+"""The ranks of a run as peers: each runs the same program, and each finds out which rank fails or hangs.
 
-All ranks make the same calls in the same order. Each reports its progress to the store; one that fails leaves its last
-words there and ends, so that sockets close and whoever waits for it gets an error at once. Then the words, the sockets
-and the progress identify the rank at fault, and one rank reports it: rank 0, or the first of the others if rank 0 is at
-fault.
+All ranks make the same calls in the same order, and write their progress to the store. A rank that fails writes its
+error there and ends. Its sockets close, and every rank that waits for it gets an error at once. Each rank then finds
+the rank at fault from the errors, the sockets and the progress. One rank reports it: rank 0, or the first other rank if
+rank 0 is at fault.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ from lockstep.torch_backend.ranks.sharing import Sharing
 
 T = TypeVar("T")
 
-# Waiting ranks notice a failure at about the same time; the failed one may have left words already, or leaves them
-# soon.
+# Seconds to wait for the failed rank's error in the store: the other ranks may notice the failure before it is written.
 WORDS_SECONDS = 2.0
-# Seconds for which a rank that only noticed a failure stays, so that rank 0 can report its source.
+# Seconds for which a rank that is not at fault stays, so that rank 0 can report the rank at fault.
 TELL_SECONDS = 30.0
 GONE = "its process has died, or nothing reaches it"
 DEVICE = "lockstep/device"
@@ -57,15 +56,16 @@ _joined: Peers | None = None
 
 
 class Peers(RankProgress):
-    """The ranks that torchrun launched, as this process sees them; a `Ranks` of core/run/ranks.py.
+    """The ranks that torchrun launched, seen from this process; a `Ranks` of core/run/ranks.py.
 
-    lost: why the ranks cannot go on, in words; None while they can. tells: whether this rank is the one to say so.
+    lost: the reason why the ranks cannot continue; None while they can. tells: True if this rank reports the reason.
     """
 
     def __init__(self, cuda: bool | None, place: tuple[int, int, Store] | None = None) -> None:
-        """Take this rank's place among the ranks.
+        """Join the process group.
 
-        cuda: whether ranks compute on GPUs, which rank 0 knows. place: (rank, ranks, store), else torchrun's.
+        cuda: True if ranks compute on GPUs; only rank 0's value counts. place: (rank, ranks, store); None takes
+        torchrun's.
         """
         rank, ranks, store = place or meet()
         if rank == 0:
@@ -75,7 +75,7 @@ class Peers(RankProgress):
         join_group(rank, ranks, store, self.device)
         super().__init__()
         self._where = getattr(store, "host", "localhost"), int(getattr(store, "port", 0))
-        # Two groups: ranks wait on the first while rank 0 works alone, and on the second for each other.
+        # Two groups with different timeouts: one for waits while rank 0 works alone, one for waits for each other.
         self._of_first = dist.new_group(backend="gloo", timeout=IDLE)
         self._of_all = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._patience = PATIENCE
@@ -85,16 +85,17 @@ class Peers(RankProgress):
         self._own_trouble = False
 
     def be_patient_for(self, seconds: float) -> None:
-        """Set how long this rank waits for another one, but for rank 0 where it works alone."""
+        """Set the timeout of a wait for other ranks; it does not limit waits while rank 0 works alone."""
         self._patience = timedelta(seconds=seconds)
         set_timeout(self._patience)
         set_timeout(self._patience, self._of_all)
         self.store.set_timeout(self._patience)
 
     def of_first(self, compute: Callable[[], T], asked: str = "hear what rank 0 decides") -> T:
-        """Call `compute` on rank 0 alone, and return its result on every rank.
+        """Call `compute` on rank 0 only, and return its result on every rank.
 
-        If it raises, so does every rank: rank 0 the error itself, others NotSupported for that, else RankError.
+        If it raises, every rank raises: rank 0 the error itself, other ranks NotSupported if it was that, else
+        RankError.
         """
         raised = None
         with self._watched(asked):
@@ -117,24 +118,29 @@ class Peers(RankProgress):
         return heard
 
     def gather(self, value: T, asked: str = "tell each other how it goes") -> list[T]:
-        """Return every rank's value, rank 0's first."""
+        """Return every rank's value, in the order of ranks."""
         with self._watched(asked):
             return self._exchanged(value)
 
     def to_first(self, value: T) -> list[T]:
-        """Return every rank's value on rank 0, and this rank's alone elsewhere."""
+        """Return every rank's value on rank 0, and only this rank's value on other ranks."""
         with self._watched("give rank 0 what is theirs"):
             found: list[Any] | None = [None] * self.count if self.rank == 0 else None
             dist.gather_object(value, found, dst=0, group=self._of_all)
             return [value] if found is None else found
 
     def do(self, asked: str, own: Callable[[], T], sharing: Sharing | None, together: bool, step: bool = False) -> T:
-        """Return what `own` gives, which every rank calls; raise on every rank what one raises.
+        """Call `own` on every rank and return this rank's result; if it raises on one rank, raise on every rank.
 
-        asked: what the ranks do, in words. sharing: reports what the call sends. together: whether other ranks wait for
-        one that raises in the midst of it; then it ends. step: whether it is an optimizer step, which may be left out.
+        Args:
+            asked: the name of the call, for messages.
+            own: the call.
+            sharing: object that reports the parts that the call sends to other ranks; None if it sends none.
+            together: True if other ranks may block on a rank that raises inside the call; then that rank must end.
+            step: True for an optimizer step, which may be skipped.
 
-        Raises what `own` raises, NotSupported, RankError, and NotFinite with the words of every rank.
+        Raises the error of `own`, NotSupported or RankError for another rank's error, and NotFinite with the messages
+        of all ranks.
         """
         mine: T | None = None
         raised: Exception | None = None
@@ -166,9 +172,10 @@ class Peers(RankProgress):
         return self._left_out_by_all(mine, [words for _, words in outcomes]) if step else mine  # type: ignore[return-value]
 
     def failed(self, error: BaseException) -> None:
-        """Leave last words of what ends this rank, unless it is known; then stay until rank 0 has reported.
+        """Write this rank's error to the store, unless all ranks already have it.
 
-        A rank whose own trouble it is goes at once: the others wait for it.
+        A rank that is not at fault then stays until rank 0 has reported. The rank at fault returns at once, because the
+        others wait for its end.
         """
         known = self.lost is not None or isinstance(error, NotFinite | LoaderError | RankError)
         if not known:
@@ -180,14 +187,14 @@ class Peers(RankProgress):
                 time.sleep(0.1)
 
     def _first_is_there(self) -> bool:
-        """Return whether rank 0, whose process has the store, still runs. Asking torch would print a long warning."""
+        """Return whether rank 0, whose process serves the store, still runs; torch's own test prints a long warning."""
         with contextlib.suppress(OSError):
             socket.create_connection(self._where, 1.0).close()
             return True
         return False
 
     def leave(self) -> None:
-        """Leave the group: sockets close."""
+        """Leave the process group and close its sockets."""
         global _joined
         _joined = None
         if dist.is_initialized():
@@ -195,7 +202,7 @@ class Peers(RankProgress):
 
     @contextmanager
     def _watched(self, asked: str) -> Iterator[int]:
-        """Yield the number of a call that all ranks make; if an error ends it on one of them, find the cause."""
+        """Yield the number of a call that all ranks make; if the call fails, find the rank at fault."""
         if self.lost is not None:
             raise RankError(self.lost)
         self._calls += 1
@@ -225,7 +232,7 @@ class Peers(RankProgress):
         return saying(mine, of_ranks(places))
 
     def _require_finite(self, raised: Exception | None, outcomes: Sequence[tuple[str, str | None]]) -> None:
-        """Raise NotFinite with every rank's words if the step was that, or RankError if only some say so."""
+        """Raise NotFinite with all ranks' messages if the step was not finite on all; RankError if only on some."""
         places = {rank: words or "" for rank, (kind, words) in enumerate(outcomes) if kind == "not finite"}
         if not places:
             return
@@ -234,13 +241,13 @@ class Peers(RankProgress):
         self._ranks_part(places, raised)
 
     def _ranks_part(self, places: Mapping[int, str], raised: Exception | None = None) -> NoReturn:
-        """Raise RankError: some ranks had what is not finite, and others had not."""
+        """Raise RankError: values were not finite on some ranks and finite on others."""
         which = ", ".join(map(str, sorted(places)))
         self.lost = f"rank {which}: loss or gradients not finite after the sum over ranks, and finite on the others"
         raise RankError(self.lost) from raised
 
     def _give_up(self, error: BaseException, call: int, asked: str) -> None:
-        """Find out which rank has failed and raise RankError; return if it is this one."""
+        """Find the rank that failed and raise RankError; return if it is this rank."""
         linked = isinstance(error, RuntimeError) and of_link(error)
         said: dict[tuple[int, ...], str] = {}
         try:
@@ -248,7 +255,7 @@ class Peers(RankProgress):
             if isinstance(error, RuntimeError):
                 said = self._found(error, linked, call, asked)
         except RuntimeError:
-            # The store is rank 0's. It has reported what has ended it, or torchrun does.
+            # Rank 0 serves the store and has ended. It has reported its error, or torchrun reports it.
             said = {(0,): GONE} if self.rank else {}
         told = [f"{_named(ranks)}{text}" for ranks, text in said.items()]
         self.lost = "; ".join(told) or f"rank {self.rank} failed in the midst of a step: {in_words(error)}"
@@ -257,7 +264,7 @@ class Peers(RankProgress):
             raise RankError(self.lost) from error
 
     def _found(self, error: RuntimeError, linked: bool, call: int, asked: str) -> dict[tuple[int, ...], str]:
-        """Return the faults of other ranks, by rank or ranks; by none where no rank is at fault."""
+        """Return the faults of other ranks, ranks → message; () → message if no rank is at fault."""
         own, of_links = self._words()
         if own:
             return {(rank,): words for rank, words in own.items()}
@@ -280,7 +287,7 @@ class Peers(RankProgress):
             time.sleep(0.05)
 
     def _late(self, call: int, asked: str) -> dict[tuple[int, ...], str]:
-        """Find the rank that keeps the others waiting: the one whose progress ends first."""
+        """Return the ranks with the least progress, for which the others wait, and a message."""
         waited = f"no answer within {self._patience.total_seconds():g} s to {asked}"
         progress = self.by_rank()
         last, first = min(progress.values(), key=_order), max(progress.values(), key=_order)
@@ -303,24 +310,27 @@ class Peers(RankProgress):
 
 
 def left_out(made: Any) -> str | None:
-    """Return the words that a step was left out with, if it was; of what `step` or `step_and_gradients` gave."""
+    """Return the reason for which a step was skipped, or None. made: result of `step` or `step_and_gradients`."""
     record = made[0] if isinstance(made, tuple) else made
     words: str | None = getattr(record, "left_out", None)
     return words
 
 
 def saying(made: Any, words: str) -> Any:
-    """Return what a step gave, left out with other words."""
+    """Return the result of a step with another reason for which it was skipped."""
     return (replace(made[0], left_out=words), *made[1:]) if isinstance(made, tuple) else replace(made, left_out=words)
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error's class and its first line."""
+    """Return an error's class and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def join(cuda: bool | None = None) -> Peers:
-    """Join the ranks that torchrun launched, once in a process. cuda: whether they compute on GPUs; rank 0 knows."""
+    """Join the ranks that torchrun launched, once per process.
+
+    cuda: True if ranks compute on GPUs; only rank 0's value counts.
+    """
     global _joined
     if _joined is None:
         _joined = Peers(cuda)
@@ -328,7 +338,7 @@ def join(cuda: bool | None = None) -> Peers:
 
 
 def joined() -> Peers | None:
-    """Return the ranks that this process has joined, if it has."""
+    """Return the ranks that this process has joined, or None."""
     return _joined
 
 

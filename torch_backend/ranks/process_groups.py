@@ -1,9 +1,9 @@
-"""Connect the ranks of a run: their process groups, and a store for progress and last messages.
+"""The connections of a run's ranks: process groups, and a store for progress and last errors.
 
-The default process group carries gradients (nccl on CUDA, gloo on the CPU), gloo groups beside it messages of ranks to
-each other (torch_backend/ranks/peers.py). A rank that fails writes the reason into the store and ends: sockets close,
-and any rank that waits for it gets an error at once. One that hangs writes nothing: every rank reports its progress to
-the store, and when the wait is over the one farthest behind is named.
+The default process group carries gradients (nccl on CUDA, gloo on the CPU). Other gloo groups carry messages between
+ranks (torch_backend/ranks/peers.py). A rank that fails writes its error into the store and ends; its sockets close, and
+every rank that waits for it gets an error at once. A rank that hangs writes nothing. Every rank writes its progress to
+the store, and after a timeout the rank with the least progress is named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.core.errors import UserError
 
-# Default, until a run sets how long ranks wait for each other (`parallel.timeout_seconds`).
+# Timeout of waits for other ranks until a run sets its own (`parallel.timeout_seconds`).
 PATIENCE = timedelta(minutes=10)
-# Timeout while rank 0 works alone: it may judge a check, or write a checkpoint.
+# Timeout of waits for rank 0 while it works alone, for example judges a check.
 IDLE = timedelta(days=7)
-# Timeout at a place where rank 0 may have ended.
+# Timeout of a connection to a rank 0 that may have ended.
 KNOCK = timedelta(seconds=2)
 WHERE, WORD = "lockstep/where rank 0 is", "lockstep/word"
 # Parts of gloo's and nccl's messages for a timeout.
@@ -34,11 +34,11 @@ TIMED_OUT = ("timed out", "timeout")
 
 
 class RankError(UserError):
-    """A rank failed, hangs, or is gone: which one, and its last words."""
+    """Another rank failed, hangs or has ended. The message names the rank and its error."""
 
 
 def take_device(local: int, cuda: bool) -> torch.device:
-    """Return the device of a local rank, made the current one. Raises UserError if there is none."""
+    """Return the device of a local rank, and make it the current device. Raises UserError if there is no such GPU."""
     if not cuda:
         return torch.device("cpu")
     if torch.cuda.device_count() <= local:
@@ -48,17 +48,17 @@ def take_device(local: int, cuda: bool) -> torch.device:
 
 
 def group_backend(device: torch.device) -> str:
-    """Return the process group's backends: one for tensors of the CPU, one for those of the device."""
+    """Return torch's name for the backends of the process group: gloo for CPU tensors, nccl for CUDA tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def meet() -> tuple[int, int, Store]:
-    """Return (rank, ranks, store) of torchrun's ranks, with a store that no earlier start of them has written to.
+    """Return (rank, ranks, store) of torchrun's ranks, with a store that no earlier start of the ranks has written to.
 
-    torchrun's own store lives as long as torchrun, and entries of ranks that have ended would be read as current
-    (pytorch#135712). The count of restarts cannot separate them, as each agent has its own count. So rank 0 opens
-    another store and writes its address to torchrun's. A rank that reads an earlier rank 0's address finds no server,
-    and reads again.
+    torchrun's own store exists as long as torchrun, and would still have the entries of ranks that have ended
+    (pytorch#135712). The count of restarts cannot separate them, because each agent has its own count. Therefore rank 0
+    opens a new store, and writes its address to torchrun's store. A rank that reads the address of an earlier rank 0
+    finds no server there, and reads again.
     """
     shared, rank, ranks = next(rendezvous("env://", timeout=PATIENCE))
     if rank == 0:
@@ -71,7 +71,7 @@ def meet() -> tuple[int, int, Store]:
     while True:
         port, word = shared.get(WHERE).decode().split()
         try:
-            # torch itself would print many lines about a port that nothing opens.
+            # Connect with a plain socket first: torch prints many lines if the port is closed.
             socket.create_connection((os.environ["MASTER_ADDR"], int(port)), KNOCK.total_seconds()).close()
             store = TCPStore(os.environ["MASTER_ADDR"], int(port), ranks, False, timeout=KNOCK)
             if store.get(WORD).decode() == word:
@@ -84,23 +84,23 @@ def meet() -> tuple[int, int, Store]:
 
 
 def join_group(rank: int, ranks: int, store: Store, device: torch.device) -> None:
-    """Make the default process group over a store."""
+    """Create the default process group with a store."""
     dist.init_process_group(group_backend(device), store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
 
 
-# The phase of a command that is done: more than any number of buckets.
+# The phase of a finished command, greater than any number of sent parts.
 DONE = 1 << 30
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set the timeout of a group's operations, by default of the default group's."""
+    """Set the timeout of the operations of a group; None is the default group."""
     # Public since torch 2.14, which warns of the private name.
     theirs = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     theirs(timeout, group)
 
 
 class Progress(NamedTuple):
-    """The progress of a rank (`RankProgress.report`)."""
+    """The progress of a rank, as `RankProgress.report` writes it."""
 
     command: int
     phase: int
@@ -108,21 +108,22 @@ class Progress(NamedTuple):
 
 
 class RankProgress:
-    """The progress of each rank in the store, and the last words of those that fail."""
+    """The progress of each rank in the store, and the last error of each rank that failed."""
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.store = dist.distributed_c10d._get_default_store()
 
     def report(self, command: int, phase: int, what: str = "") -> None:
-        """Store how far this rank is: in which command, and in it 0 begun, n when it sends its n-th part, or DONE.
+        """Store this rank's progress.
 
-        what: the name of that part, where it has one.
+        command: number of the call. phase: 0 at its begin, n when the rank sends the n-th part, DONE at its end. what:
+        name of that part, if it has one.
         """
         self.store.set(f"lockstep/progress/{self.rank}", f"{command} {phase} {what}")
 
     def by_rank(self) -> dict[int, Progress]:
-        """Return the progress of each rank; zeros for a rank that has reported none."""
+        """Return the progress of each rank; zeros for a rank that has not reported."""
         found = {}
         for rank in range(self.count):
             said = self._said(f"lockstep/progress/{rank}")
@@ -131,11 +132,11 @@ class RankProgress:
         return found
 
     def leave_words(self, kind: str, words: str) -> None:
-        """Store the last words of this rank. kind: `own` trouble, or that of a `link` to another rank."""
+        """Store the last error of this rank. kind: `own` for its own error, `link` for a failed connection."""
         self.store.set(f"lockstep/last words/{self.rank}", f"{kind} {words}")
 
     def last_words(self, rank: int) -> tuple[str, str] | None:
-        """Return a rank's last words as (kind, words); None if there are none."""
+        """Return a rank's last error as (kind, message); None if there is none."""
         said = self._said(f"lockstep/last words/{rank}")
         return None if said is None else (said.partition(" ")[0], said.partition(" ")[2])
 
@@ -144,7 +145,7 @@ class RankProgress:
 
 
 def silence(rank: int, group: Any) -> str:
-    """Explain why nothing can be sent to a rank; nothing if it is there, though it may be busy."""
+    """Return the error of a message to a rank; "" if the rank is alive, even if it is busy."""
     try:
         work = dist.isend(torch.zeros(1), rank, group=group)
         if work is not None:
@@ -155,7 +156,7 @@ def silence(rank: int, group: Any) -> str:
 
 
 def of_link(error: BaseException) -> bool:
-    """Return whether an error is a failed connection to another rank; gloo mostly states that in the message alone."""
+    """Return whether an error is a failed connection to another rank; for gloo, mostly only the message shows it."""
     said = str(error).lower()
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in said for words in ("gloo/", "pair closure", *TIMED_OUT))
@@ -163,5 +164,5 @@ def of_link(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return whether an error is the timeout of a collective; gloo and nccl have a message for it, and no class."""
+    """Return whether an error is the timeout of a collective; gloo and nccl mark it only in the message."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMED_OUT)

@@ -1,12 +1,13 @@
-"""Weights, gradients and moments cut over the ranks (`parallel.strategy = "fsdp"`): torch's FSDP2.
+"""Sharded weights, gradients and moments (`parallel.strategy = "fsdp"`), by torch's FSDP2.
 
-`fully_shard` cuts every parameter along its first axis into equal parts, the last of them shorter or empty, one a rank
-(Rajbhandari et al. 2020, arXiv 1910.02054, stage 3; Zhao et al. 2023, arXiv 2304.11277). A block's parameters are
-gathered when it is called, freed behind it, gathered again for its backward pass; its gradients are then summed and
-cut. The rest (embedding, final norm, head) is gathered while the root's forward and backward pass last: the head's
-weight, which the loss reads outside its module, is there.
+`fully_shard` splits every parameter along its first axis into equal parts, one per rank; the last parts may be shorter
+or empty (Rajbhandari et al. 2020, arXiv 1910.02054, stage 3; Zhao et al. 2023, arXiv 2304.11277). The parameters of a
+block are gathered before its forward pass, freed after it, and gathered again for its backward pass. Its gradients are
+then summed over ranks, and each rank keeps its part. The other parameters (embedding, final norm, head) stay gathered
+during the whole forward and backward pass, because the loss reads the head's weight outside its module.
 
-A parameter is a DTensor. Elementwise operations work on the parts; this file holds those that need the whole.
+A parameter is a DTensor. Element-wise operations work on the local parts. This file has the operations that need whole
+tensors.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ from lockstep.core.model.groups import update_rules
 from lockstep.core.model.names import parameter_shapes
 from lockstep.core.run.ranks import is_sharded, rows_of_rank
 
-# Losses by token come out as a view; nobody changes them in place.
+# Per-token losses are returned as a view, and no code changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class Root(nn.Module):
-    """The outermost module, which runs any program over the model with what belongs to no block gathered."""
+    """The outermost module: it runs any program with the parameters outside blocks gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, program: Callable[[], Any]) -> Any:
-        """Call `program()`. FSDP sees none of its inputs: it would give an unused input a gradient of zeros."""
+        """Call `program()`. It has no tensor arguments: FSDP would give an unused argument a gradient of zeros."""
         return program()
 
 
 def cut(model: nn.Module, config: RunConfig, device: torch.device) -> Root:
-    """Cut a model, which may be without memory yet (device `meta`), over the default process group; returns its root.
+    """Shard a model over the default process group, and return its root. The model may be on the device `meta`.
 
-    Gradients are summed over ranks, not averaged: the loss is divided by the weight of all ranks' tokens already.
+    Gradients are summed over ranks, not averaged: the loss is already divided by the weight of all ranks' tokens.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     again = config.parallel.reshard_after_forward
-    blocks: Any = getattr(model, "blocks")  # noqa: B009 - what a module is made of, not an attribute of the class
+    blocks: Any = getattr(model, "blocks")  # noqa: B009 - a submodule, not an attribute of nn.Module
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     root = Root(model)
@@ -67,36 +68,36 @@ def cut(model: nn.Module, config: RunConfig, device: torch.device) -> Root:
 
 
 def parts(module: nn.Module) -> dict[str, FSDPModule]:
-    """Return the modules whose parameters are gathered together, by name; the root's is empty."""
+    """Return the modules whose parameters are gathered together, by name; the root has the name ""."""
     return {name: found for name, found in module.named_modules() if isinstance(found, FSDPModule)}
 
 
 class Gather(DefaultAllGather):
-    """torch's all-gather, which first reports that it begins."""
+    """torch's all-gather, with a call of `begun` before it."""
 
     def __init__(self, begun: Callable[[], None]) -> None:
         self._begun = begun
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Report that the gather begins, and call torch's."""
+        """Call `begun`, and then torch's all-gather."""
         self._begun()
         return super().__call__(*arguments, **options)
 
 
 class SumAndCut(DefaultReduceScatter):
-    """A reduce-scatter of a module's gradients: the sum over all ranks, of which each keeps its part.
+    """A reduce-scatter of a module's gradients: they are summed over ranks, and each rank keeps its part.
 
-    In a narrow dtype if `narrow` is one: cast, summed, cast back, as DDP's buckets are (torch_backend/ranks/ddp.py).
-    FSDP's own `reduce_dtype` would add up micro-batches in it as well.
+    If `narrow` returns a dtype, gradients are cast to it, summed and cast back, as in DDP (torch_backend/ranks/ddp.py).
+    FSDP's own `reduce_dtype` would also accumulate micro-batches in that dtype.
     """
 
     def __init__(self, begun: Callable[[Tensor], None], narrow: Callable[[], torch.dtype | None]) -> None:
         self._begun, self._narrow = begun, narrow
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Sum the parts of all ranks, and keep this rank's.
+        """Sum `input_tensor` over ranks, and write this rank's part to `output_tensor`.
 
-        input_tensor: every rank's part, one after another; output_tensor: this rank's. op is always the sum.
+        input_tensor: the parts of all ranks, one after another. op: ignored; the operation is always a sum.
         """
         self._begun(input_tensor)
         narrow = self._narrow()
@@ -109,15 +110,15 @@ class SumAndCut(DefaultReduceScatter):
 
 
 class NotSummed(DefaultReduceScatter):
-    """A replacement for the sum: `take` gets each of a module's parameters and this rank's own whole gradient of it."""
+    """A replacement for the reduce-scatter: `take` receives each parameter and this rank's own whole gradient."""
 
     def __init__(self, members: Sequence[Tensor], take: Callable[[Tensor, Tensor], None]) -> None:
         self._members, self._take = members, take
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Hand `take` each parameter and this rank's gradient of it, and write zeros in place of the sum.
+        """Call `take` with each parameter and this rank's gradient, and write zeros to `output_tensor`.
 
-        input_tensor: a row a rank, of that rank's part of every gradient, filled up to equal parts.
+        input_tensor: one row per rank, which holds that rank's part of every gradient, padded to equal sizes.
         """
         by_rank = input_tensor.view(group.size(), -1)
         begin = 0
@@ -130,22 +131,22 @@ class NotSummed(DefaultReduceScatter):
         output_tensor.zero_()
 
 
-# A tensor and its part. An uncut tensor is its own part.
+# Whole tensors and parts. The part of a tensor that is not sharded is the tensor itself.
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, in the same memory, detached from autograd."""
+    """Return this rank's part of a tensor, in the same memory, detached from autograd."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather all of it. Every rank calls it."""
+    """Gather a sharded tensor from all ranks. Every rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def as_part(value: Tensor, like: Tensor) -> Tensor:
-    """Wrap this rank's part of a tensor that is cut as `like` is."""
+    """Wrap `value`, this rank's part, as a DTensor that is sharded like `like`; unchanged if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return value
     return DTensor.from_local(
@@ -154,7 +155,7 @@ def as_part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> slice:
-    """Return the rows of the whole that this rank has."""
+    """Return the rows of the whole tensor that this rank holds."""
     count = tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return slice(0, count)
@@ -162,27 +163,27 @@ def rows_of(tensor: Tensor) -> slice:
 
 
 def part_shape(tensor: Tensor) -> Shape:
-    """Return the shape of this rank's part."""
+    """Return the shape of this rank's part of a tensor."""
     return tuple(local(tensor).shape)
 
 
 def put(tensor: Tensor, rows: np.ndarray) -> None:
-    """Copy this rank's rows into its part."""
+    """Copy `rows`, this rank's rows, into its part of `tensor`."""
     local(tensor).copy_(torch.from_numpy(np.ascontiguousarray(rows)))
 
 
 def sum_of_squares(norms: Tensor) -> Tensor:
-    """Turn the norms of the parts into norms of the whole tensors, float64. Every rank calls it."""
+    """Return the norms of whole tensors, float64, from the norms of the parts. Every rank calls it."""
     squares = norms.double().square()
     dist.all_reduce(squares)
     return squares.sqrt()
 
 
-# Layouts that cannot be cut
+# Layouts that cannot be sharded
 
 
 def check_sharded(config: RunConfig) -> None:
-    """Raise UserError if a run's optimizer cannot work on parts."""
+    """Raise UserError if a run has 8-bit moments and a rank's part of a parameter is not made of whole blocks."""
     if not is_sharded(config):
         return
     shapes = parameter_shapes(config.model)
@@ -203,9 +204,9 @@ def _blocks_stay_whole(shape: Shape, ranks: int) -> bool:
 
 
 def to_numpy(tensor: Tensor | None) -> np.ndarray:
-    """Copy a tensor, whole where it is cut over ranks, to host memory; every rank that holds a part calls it.
+    """Copy a whole tensor to host memory; a sharded one is gathered, and every rank must call it.
 
-    Numbers of 16 bits are widened there: NumPy has no bf16.
+    16-bit floating-point numbers become float32, because NumPy has no bf16.
     """
     assert tensor is not None
     array: np.ndarray = _widened(whole(tensor.detach()).to("cpu", copy=True)).numpy()
@@ -213,7 +214,7 @@ def to_numpy(tensor: Tensor | None) -> np.ndarray:
 
 
 def part_to_numpy(tensor: Tensor | None) -> np.ndarray:
-    """Copy this rank's part of a tensor to host memory."""
+    """Copy this rank's part of a tensor to host memory; 16-bit floating-point numbers become float32."""
     assert tensor is not None
     array: np.ndarray = _widened(local(tensor).to("cpu", copy=True)).numpy()
     return array
@@ -224,7 +225,10 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def own_rows(arrays: Arrays, name: str, like: Tensor) -> np.ndarray:
-    """Return this rank's rows of an array by name, which holds all rows or, where `like` is cut, these rows alone."""
+    """Return this rank's rows of the array `name`.
+
+    The array has all rows or, if `like` is sharded, may have only this rank's rows.
+    """
     if not isinstance(like, DTensor):
         return arrays[name]
     rows = rows_of(like)

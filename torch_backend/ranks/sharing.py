@@ -1,4 +1,4 @@
-"""Divide micro-batches among ranks, for every strategy of data parallelism."""
+"""The distribution of micro-batches over ranks: the base class of every strategy of data parallelism."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lockstep.core.config.schema import ParallelConfig
 from lockstep.torch_backend.tools.step_timer import StepTimer
 
 MicroLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# fp32 means the gradients' own dtype, which is float64 under the fp64 policy: nothing is cast.
+# Narrow dtypes of `parallel.gradient_dtype`. The value fp32 means the gradients' own dtype, without a cast.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sharing:
-    """The sharing of batches among the ranks of the default process group: the base of every strategy.
+    """The distribution of batches over the ranks of the default process group: the base of every strategy.
 
-    `calls` counts the parts of gradients that were reduced so far.
+    calls: number of reductions so far, one for each part of the gradients.
     """
 
-    # If each rank holds only a part of the weights, all ranks must take part in whatever needs them.
+    # True if each rank holds only a part of the weights. Then all ranks take part in every use of the weights.
     sharded = False
 
     def __init__(self, step_timer: StepTimer, parallel: ParallelConfig) -> None:
@@ -34,60 +34,60 @@ class Sharing:
         # This rank's loss of the last step and the extremes of its gradients, before any reduction over ranks.
         self._own_loss: Tensor | None = None
         self._extremes: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
-        # Called before each part of a step that is sent to the other ranks, with its name if it has one.
+        # Called before each communication of a step, with its name or "".
         self.on_sent: Callable[[str], None] = lambda what: None
         self._narrow = NARROW.get(parallel.gradient_dtype)
 
     def shares(self, micros: Sequence[Batch]) -> bool:
-        """Return whether these micro-batches are computed by all ranks; else rank 0 computes them alone."""
+        """Return whether these micro-batches are distributed over ranks; else every rank computes all of them."""
         return len(micros) % self.count == 0
 
     def share(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """Return this rank's micro-batches: its contiguous part of them."""
+        """Return this rank's micro-batches, a contiguous part."""
         part = len(micros) // self.count
         return micros[self.rank * part : (self.rank + 1) * part]
 
     def own(self, micros: Sequence[Batch]) -> Sequence[Batch]:
-        """Return this rank's micro-batches: its share, or all where they are not shared."""
+        """Return the micro-batches that this rank computes: its share, or all if they are not distributed."""
         return self.share(micros) if self.shares(micros) else micros
 
     def arrange(self, micros: Sequence[Batch], backward: Callable[[MicroLoss], object]) -> None:
-        """Do what several ranks need once, before their first step; nothing here. backward: this rank's first one."""
+        """Prepare the first step of several ranks; do nothing here. backward: runs the first backward pass."""
 
     def clear(self, parameters: Sequence[Tensor]) -> None:
-        """Clear the gradient of each parameter, before a step."""
+        """Clear the gradient of each parameter before a step."""
         for p in parameters:
             p.grad = None
 
     def reduced(self, parameters: Iterable[Tensor]) -> None:
-        """Note where the gradients lie after their sum over ranks; nothing here."""
+        """Record the gradients after their reduction over ranks; do nothing here."""
 
     def plan(self, micros: Sequence[Batch]) -> Iterator[MicroLoss]:
-        """Yield the program for each micro-batch that this rank computes of these, in order."""
+        """Yield the program for each of this rank's micro-batches, in order."""
         raise NotImplementedError
 
     def alone(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the training program for a micro-batch of rank 0 alone."""
+        """Run the training program for a micro-batch that is not distributed; only rank 0's result counts."""
         raise NotImplementedError
 
     def run(self, program: Callable[..., Any], *inputs: Any) -> Any:
-        """Run any program over the model's weights."""
+        """Run a program that reads the model's weights."""
         return program(*inputs)
 
     def total(self, total: Tensor) -> Tensor:
-        """Return the divisor of the loss of a micro-batch that rank 0 computes alone."""
+        """Return the divisor of the loss for a micro-batch that is not distributed."""
         return total
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of what rank 0 computes alone, into each `.grad`."""
+        """Compute the gradients of a micro-batch that is not distributed, and store them in `.grad`."""
         loss.backward()
 
     def grads(self, loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return gradients of what rank 0 computes alone, None for what the loss does not depend on."""
+        """Return the gradients of a micro-batch that is not distributed; None for a tensor that has no effect on it."""
         return torch.autograd.grad(loss, wanted, allow_unused=True)
 
     def norm(self, norms: Tensor) -> Tensor:
-        """Turn norms of what this rank holds into norms of the whole."""
+        """Return the norms of whole tensors from the norms of this rank's parts."""
         return norms
 
     def everywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
@@ -95,21 +95,22 @@ class Sharing:
         return flags
 
     def not_finite(self, loss: float) -> tuple[float, set[int]]:
-        """Return this rank's own loss of the last step, and the ids of parameters whose parts here were not finite.
+        """Return this rank's own loss of the last step, and the ids of parameters with gradients that were not finite.
 
-        loss: of all ranks, for a session whose own way of accumulating never asked for it.
+        The gradients are this rank's, before the reduction. loss: the loss of all ranks, returned if `together` did not
+        run, as in a session with an `accumulate` of its own.
         """
         odd = [params for params, *ends in self._extremes if not all(bool(end.isfinite()) for end in ends)]
         own = loss if self._own_loss is None else self._own_loss.item()
         return own, {id(p) for params in odd for p in params}
 
     def most(self, found: Tensor) -> None:
-        """Replace each element by the largest over all ranks."""
+        """Replace each element by the maximum over ranks, in place."""
         self.on_sent("the amaxes of FP8" if self.sharded else "")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def together(self, loss: Tensor, nll: list[Tensor], shown: bool) -> tuple[Tensor, list[Tensor]]:
-        """Sum the loss over all ranks; where it is `shown`, gather the per-token NLL in the batch's order."""
+        """Sum the loss over ranks; if `shown`, also gather the per-token NLL in the batch's order."""
         self.on_sent("the sum of the losses" if self.sharded else "")
         self._own_loss = loss.clone()
         dist.all_reduce(loss)

@@ -1,1 +1,1 @@
-"""Looking at a step and timing it: bench, profile, plan, sketches, generation."""
+"""Tools around a step: benchmark, profiler, plan, sketches, generation."""

@@ -1,8 +1,8 @@
 """The largest attention logit of each layer. Twin: jax_backend/tools/attention_logits.py.
 
-Logits that grow without bound make softmax a choice of one key: attention's entropy collapses, and the loss diverges
-soon after (Dehghani et al. 2023, arXiv 2302.05442; Wortsman et al. 2023, arXiv 2309.14322). Fused kernels never show
-them, so they are computed once more, a chunk of queries at a time.
+If attention logits grow without bound, softmax selects a single key: the entropy of attention collapses, and the loss
+diverges soon after (Dehghani et al. 2023, arXiv 2302.05442; Wortsman et al. 2023, arXiv 2309.14322). Fused kernels do
+not return logits, so they are computed separately, a chunk of queries at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 from lockstep.torch_backend.model import Attention, Block, Transformer
 from lockstep.torch_backend.precision import Policy
 
-# Queries at a time: of 32 heads over 8,192 keys, 256 MB of FP32 logits.
+# Queries of a chunk: for 32 heads and 8,192 keys, its FP32 logits take 256 MB.
 QUERIES = 256
 
 
 def largest_logits(model: Transformer, tokens_BS: Tensor, policy: Policy, *documents_BS: Tensor) -> np.ndarray:
-    """Return (layers,) float64: the maximum of q·kᵀ·scale over sequences, heads, queries and the keys that each sees.
+    """Return (layers,) float64: the maximum of q·kᵀ·scale over sequences, heads, queries and their visible keys.
 
-    Before a cap. Operands are rounded as attention's are, products and sums in the stream dtype. documents_BS (B, S)
-    where attention uses them. The forward pass runs eagerly, without gradients; nothing of the model is changed.
+    The logits are those before a cap. Operands are rounded as in attention; products and sums have the stream dtype.
+    The forward pass runs eagerly, without gradients, and does not change the model. documents_BS: document ids (B, S),
+    if attention uses them.
     """
     apart = documents_BS[0] if documents_BS and model.document_mask else torch.zeros_like(tokens_BS)
     found: dict[str, Tensor] = {}
@@ -54,7 +55,7 @@ def _attention(block: torch.nn.Module) -> Attention:
 
 
 def by_heads(x: Tensor, head_dim: int) -> Tensor:
-    """Reshape queries or keys to (B, S, H, E), from that or from (B, S, H·E)."""
+    """Reshape queries or keys (B, S, H·E) to (B, S, H, E); return a 4-d tensor unchanged."""
     return x if x.ndim == 4 else x.unflatten(-1, (-1, head_dim))
 
 

@@ -1,4 +1,4 @@
-"""Measure for `lockstep bench` in a process of its own: the device, its rates, and one row of steps."""
+"""Measurements of `lockstep bench`, run in a separate process: the device, its rates, and the steps of one row."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from lockstep.torch_backend.switches import Switches
 
 SEED = 0
 BATCHES = 4
-# Side of the square matrices whose product is timed, and the numbers that are copied, by device.
+# By device: side of the square matrices whose product is timed, and number of float32 elements that are copied.
 SIDE = {"cuda": 8192, "cpu": 512}
 COPIED = {"cuda": 2**28, "cpu": 2**24}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
-# nvidia-smi's names: constant facts of the device, and its readings under load.
+# Our names → nvidia-smi's names, for constant properties of the device and for readings under load.
 FACTS = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_mhz": "clocks.max.sm"}
 FACTS |= {"memory_mhz": "clocks.max.memory", "memory_mib": "memory.total"}
 LIVE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
 
 
 def device_facts() -> dict[str, Any]:
-    """Return what decides speed: kind, name, driver, power limit in W, highest clocks in MHz; None if not known.
+    """Return the properties of the device that affect speed; a GPU property is None if the driver does not report it.
 
-    memory_bytes: of a GPU, as torch reports it: less than nvidia-smi's memory_mib, which has the driver's part too.
+    On a GPU: kind, name, driver, power limit in W, highest clocks in MHz, and two sizes of memory. `memory_bytes` is
+    torch's, without the part that the driver uses; `memory_mib` is nvidia-smi's, with it. On the CPU: kind, name, cores
+    and threads.
     """
     if not torch.cuda.is_available():
         name = f"{platform.machine()} CPU"
@@ -49,13 +51,13 @@ def device_facts() -> dict[str, Any]:
 
 
 def instructions() -> list[str]:
-    """List what decides how fast this CPU multiplies, most of all in bf16; empty where torch does not report it."""
+    """List the instruction sets that affect the speed of products on this CPU; empty if torch does not report them."""
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if found.get(name)]
 
 
 def versions() -> dict[str, str]:
-    """Return versions of what decides speed."""
+    """Return the versions of Python, torch and the libraries that affect speed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
@@ -70,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def ask_driver(fields: Mapping[str, str]) -> dict[str, str | float | None]:
-    """Read fields of the device in use from nvidia-smi, by our names; None for a field that it does not give."""
+    """Read fields of the current device from nvidia-smi. fields: our name → its name; None if it has no value."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     which = getattr(properties, "uuid", None)
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
@@ -90,9 +92,10 @@ def _read(name: str, text: str) -> str | float | None:
 
 
 def measure_floor(repeat: int = 20) -> dict[str, Any]:
-    """Measure the rates of a large product by operand, FLOP/s, and a copy's bandwidth, bytes read and written a second.
+    """Measure the rate of a large product by operand format, in FLOP/s, and the bandwidth of a copy, in bytes/s.
 
-    The best of `repeat`, since a floor is what cannot be beaten; `repetitions` has all, in seconds.
+    The bandwidth counts bytes read and bytes written. Each figure is the best of `repeat` measurements, because it
+    serves as a lower bound of time. `repetitions` has all measurements, in seconds.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     side, flops = SIDE[kind], 2.0 * SIDE[kind] ** 3
@@ -106,7 +109,7 @@ def measure_floor(repeat: int = 20) -> dict[str, Any]:
 
 
 def operands(kind: str) -> list[str]:
-    """List the operand formats that this device multiplies natively: TF32 and FP8 are CUDA's."""
+    """List the operand formats of products on this kind of device; TF32 and FP8 are only on CUDA."""
     if kind == "cpu":
         return ["fp32", "bf16", "fp16"]
     return [
@@ -119,12 +122,12 @@ def operands(kind: str) -> list[str]:
 
 
 def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
-    """Prepare a product of random matrices (side, side); the output is bf16 for FP8, else as the operands."""
+    """Return a function that multiplies two random matrices (side, side); FP8 operands give a bf16 output."""
     torch.manual_seed(SEED)
     left, right = (torch.randn(side, side, device=kind) for _ in range(2))
     if operand == "fp8":
         narrow, one = torch.float8_e4m3fn, torch.ones((), device=kind)
-        # cuBLAS takes the right operand in column-major order.
+        # cuBLAS requires the right operand in column-major order.
         left, right = left.to(narrow), right.to(narrow).t().contiguous().t()
         return lambda: torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     left, right = left.to(DTYPES[operand]), right.to(DTYPES[operand])
@@ -140,7 +143,7 @@ def product(operand: str, side: int, kind: str) -> Callable[[], Tensor]:
 
 
 def timed(run: Callable[[], Any], repeat: int, kind: str, warmup: int = 5) -> list[float]:
-    """Return seconds of each of `repeat` calls, by CUDA's own events on a GPU."""
+    """Return the seconds of each of `repeat` calls after `warmup` calls, by CUDA events on a GPU."""
     for _ in range(warmup):
         run()
     if kind == "cpu":
@@ -160,7 +163,7 @@ def timed(run: Callable[[], Any], repeat: int, kind: str, warmup: int = 5) -> li
 
 
 def random_batches(config: RunConfig, count: int = BATCHES) -> list[Batch]:
-    """Return batches of random tokens from a fixed seed, all loss weights 1: what is in them decides no time."""
+    """Return batches of random tokens from a fixed seed, with loss weights 1; the tokens do not affect the time."""
     shape = config.train.batch_size, config.train.sequence_length
     draw = np.random.default_rng(SEED)
     batches = []
@@ -171,9 +174,10 @@ def random_batches(config: RunConfig, count: int = BATCHES) -> list[Batch]:
 
 
 def measure_steps(config: RunConfig, warmup: int, repeat: int) -> dict[str, Any]:
-    """Time `repeat` steps after `warmup` that do not count, each on a batch that is ready, the device waited for.
+    """Time `repeat` steps after `warmup` steps that are not counted.
 
-    Raises whatever the session raises: UserError if the row cannot run here, OutOfMemoryError, …
+    Batches are made before, and the device is synchronised before and after each step. Raises the errors of the
+    session, such as UserError if the row cannot run here, or OutOfMemoryError.
     """
     backend = TorchBackend()
     in_force = dict(backend.describe(config)["in_force"])
@@ -205,9 +209,10 @@ def measure_steps(config: RunConfig, warmup: int, repeat: int) -> dict[str, Any]
 
 
 def memory(session: TorchSession, cuda: bool) -> dict[str, int]:
-    """Return bytes: on CUDA, most reserved and allocated in a step, and what stays between steps without gradients.
+    """Return memory in bytes.
 
-    On the CPU the largest resident set of the process.
+    On CUDA: the maximum reserved and allocated in a step, and `allocated` between steps without gradients. On the CPU:
+    the maximum resident set of the process.
     """
     if not cuda:
         return {"peak_rss": int(process_memory()["peak"])}

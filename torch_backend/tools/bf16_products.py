@@ -1,8 +1,8 @@
-"""Measure how slow this CPU's bf16 products are.
+"""Measure how slow this CPU's bf16 matrix products are.
 
-Without instructions for bf16 (on x86: AVX-512 or AMX), oneDNN leaves a product to a plain loop, some hundred times as
-slow as FP32's. torch has no public question for it: `torch.backends.cpu.get_cpu_capability` names the vector width of
-torch's own kernels, and which product takes which path is up to oneDNN. A product that is timed has the answer.
+Without instructions for bf16 (on x86: AVX-512 or AMX), oneDNN computes a bf16 product with a plain loop, some hundred
+times as slow as in FP32. torch has no public function that reports this: `torch.backends.cpu.get_cpu_capability` names
+the vector width of torch's own kernels, but oneDNN selects the kernel of a product. Therefore a product is timed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SIZE, TIMES = 256, 3
 
 
 def bf16_slowdown() -> float:
-    """Return the seconds of a bf16 product on this CPU over those of the same product in FP32, in a quarter second.
+    """Return time of a bf16 product on this CPU / time of the same product in FP32; below 1 if bf16 is faster.
 
-    The best of TIMES products of square matrices after one that does not count; below 1 where bf16 is faster. One
-    thread makes them: with several, the short FP32 product waits for threads that other programs hold up.
+    Each time is the best of TIMES products of square matrices after one warm-up. The measurement takes a quarter of a
+    second. It uses one thread: with several, a busy machine delays the short FP32 product.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,14 +1,22 @@
-"""`deterministic = true`: the same bits every time, or no run.
+"""`deterministic = true`: a run computes the same bits every time, or is refused.
 
-torch is set to use deterministic algorithms and to raise where it has none; cuBLAS and NCCL are set so in the
-environment, before they start. Cases that neither declares stand in `refusal`, with their source.
+torch is set to use deterministic algorithms, and to raise an error for an operation that has none. Environment
+variables set the same for cuBLAS and NCCL before they start. `refusal` lists the cases that neither covers.
 
-Deterministic by themselves: elementwise optimizers and Muon's products; torchao's FP8 (torch's products and maxima);
-bitsandbytes' blockwise kernels (a block of 256 by itself; its atomics belong to `max_unorm`, which is not used);
-Liger's head (one program a row, torch's products); gloo for a number of ranks. By torch's switch: `index_add` and
-`index_put` (the head of torch, an embedding left to Inductor), flash and memory-efficient attention's backward,
-Inductor's choice of kernels, which is then never made by time. FlexAttention's backward adds nothing atomically, and
-its reductions are Inductor's.
+Deterministic without a switch:
+
+- element-wise optimizers, and the products of Muon
+- torchao's FP8, which consists of torch's products and maxima
+- bitsandbytes' blockwise kernels: each block of 256 is independent, and the atomics are in `max_unorm`, which is unused
+- Liger's loss head: one program per row, and torch's products
+- gloo, for a fixed number of ranks
+- FlexAttention's backward: it has no atomic sums, and Inductor generates its reductions
+
+Deterministic by torch's switch:
+
+- `index_add` and `index_put`, as in torch's loss head and in an embedding compiled by Inductor
+- the backward pass of flash and memory-efficient attention
+- Inductor's choice of kernels, which is then not made by measured time
 """
 
 from __future__ import annotations
@@ -26,14 +34,14 @@ from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.programs import Programs
 
-# Variables of the environment that must be set before CUDA or NCCL starts: the value, and which others will do. With
-# more than one workspace cuBLAS may take any (https://docs.nvidia.com/cuda/cublas, results reproducibility). A ring
-# adds in the order of its ranks; NVLS adds in the switch, in any order (NVIDIA/nccl#1497), and what NCCL would choose
-# is by time.
+# Environment variables to set before CUDA or NCCL starts: name → (value, other accepted values). With several
+# workspaces, cuBLAS may use any of them (https://docs.nvidia.com/cuda/cublas, results reproducibility). NCCL's ring
+# sums in the order of ranks. Its NVLS sums in the network switch in any order (NVIDIA/nccl#1497), and by default NCCL
+# chooses an algorithm by time.
 CUBLAS, NCCL = "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"
 PINNED = {CUBLAS: (":4096:8", (":4096:8", ":16:8")), NCCL: ("Ring", ("Ring", "ring", "RING"))}
 
-# How often the cost is measured.
+# Number of measurements of the cost.
 PAIRS = 5
 
 _on = False  # True if a session of this process has switched the mode on.
@@ -42,7 +50,10 @@ _loose = False  # True if a session of this process has computed on CUDA without
 
 
 def check_deterministic(config: RunConfig, device: torch.device) -> None:
-    """Set what the environment must say. Raises UserError, in one line, if the run cannot be deterministic here."""
+    """Set the environment variables that a deterministic run needs.
+
+    Raises UserError, in one line, if the run cannot be deterministic here.
+    """
     if not config.deterministic:
         return
     if why := refusal(config, device.type):
@@ -66,7 +77,7 @@ def _needed(config: RunConfig, device: str) -> list[str]:
 
 
 def refusal(config: RunConfig, device: str) -> str | None:
-    """Name what of the run has no deterministic kernel on a kind of device, and what has; None if nothing is known."""
+    """Return the setting that has no deterministic kernel on a kind of device, and an alternative; None if all have."""
     if device != "cuda":
         return None
     if why := config.attention.chosen.not_deterministic:
@@ -77,9 +88,9 @@ def refusal(config: RunConfig, device: str) -> str | None:
 
 
 def switch(config: RunConfig, device: torch.device) -> None:
-    """Turn torch's deterministic mode on or, if this process had turned it on, off. For the process, as torch has it.
+    """Turn torch's deterministic mode on, or off if this process had turned it on.
 
-    Raises UserError as `check_deterministic` does.
+    The mode is global to the process. Raises UserError as `check_deterministic` does.
     """
     global _on, _loose
     check_deterministic(config, device)
@@ -95,7 +106,7 @@ def _turn(on: bool) -> None:
     torch.use_deterministic_algorithms(on, warn_only=False)
     torch.backends.cudnn.deterministic = on
     torch.backends.cudnn.benchmark = False
-    # The call above reports it too, in the versions that were tried.
+    # torch.use_deterministic_algorithms also sets this in the versions that were tested.
     inductor.deterministic = on
 
 
@@ -116,9 +127,9 @@ NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def guarded(session: Programs, micro: Batch) -> Iterator[None]:
-    """Turn torch's refusal of an operation into a UserError with its name, while a micro-batch is computed.
+    """Raise UserError with the operation's name if torch refuses a non-deterministic operation inside the context.
 
-    Raises UserError as well if the mode of a deterministic run was switched off elsewhere.
+    Also raises UserError if other code has switched off the mode of a deterministic run.
     """
     if not session.config.deterministic or _suspended:
         yield
@@ -143,7 +154,7 @@ def guarded(session: Programs, micro: Batch) -> Iterator[None]:
 
 
 def _place(session: Programs, micro: Batch) -> str:
-    """Name the operation's place in the step: run it eagerly once more, noting the taps that are passed."""
+    """Describe the operation's place in the step, found by an eager run that records the taps before the error."""
     if session.root is not None:
         return "in a program over weights that are cut; parallel.strategy = 'ddp' would say where"
     forward: list[str] = []
@@ -169,9 +180,9 @@ def _place(session: Programs, micro: Batch) -> str:
 
 
 def costs(session: Programs, accumulate: Callable[[], object]) -> Sequence[float]:
-    """Return the time of `accumulate` / its time without the mode, one after the other: PAIRS times.
+    """Return PAIRS measurements of: time of `accumulate` / its time without the deterministic mode.
 
-    Raises NotSupported where the program is a CUDA graph.
+    The two are measured in turn. Raises NotSupported if the program is a CUDA graph.
     """
     if session.replays:
         raise NotSupported("CUDA graphs of the step without it would take as much memory again")

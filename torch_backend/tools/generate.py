@@ -1,7 +1,7 @@
-"""Next-token logits of a run's weights, with a KV cache or without: the model of torch_backend/model.py, run eagerly.
+"""Next-token logits from a run's weights, with or without a key-value cache, by torch_backend/model.py in eager mode.
 
-The cache is a tap. The model shows it the keys, turned by their position, and the values of the new tokens on their
-way, and goes on with what the tap gives back: those of all tokens. Nothing of the model is written a second time.
+The cache is a tap. The tap receives the rotated keys and the values of the new tokens, stores them, and returns those
+of all tokens, with which the model continues. So the model's code is not repeated here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lockstep.torch_backend.model import Tap, Transformer, no_tap
 from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.switches import Switches
 
-# Keys are what attention reads: turned ones, or those of a family without rotations.
+# Taps of the keys that attention reads: rotated ones, or plain ones in a family without RoPE.
 KEYS, UNTURNED, VALUES = ".attn.k_rope", ".attn.k", ".attn.v"
 
 
 class Cache:
-    """Keys, (1, S, K, E) or (1, S, K·E), and values (1, S, K·E) of every block, in the dtype that attention takes."""
+    """Keys, (1, S, K, E) or (1, S, K·E), and values (1, S, K·E) of every block, in the operand dtype."""
 
     def __init__(self, length: int, dtype: torch.dtype, rotary: bool = True) -> None:
         self._length, self._dtype, self._keys = length, dtype, KEYS if rotary else UNTURNED
         self._held: dict[str, Tensor] = {}
 
     def tap(self, start: int) -> Tap:
-        """Return the tap of a pass over tokens that stand at `start` and after it."""
+        """Return the tap for a pass over tokens at the positions `start` and after."""
 
         def keep(name: str, new: Tensor) -> Tensor:
             if not name.endswith((self._keys, VALUES)):
@@ -49,13 +49,13 @@ class Cache:
 
 
 class Decoder:
-    """A decoder: the model of a run, which returns the logits of the next token.
+    """The model of a run, prepared to compute the logits of the next token.
 
-    The program is never compiled, as lengths differ from call to call. Attention runs by the kernel that `auto` stands
-    for, cuDNN's apart, which would plan anew for every length. Layers in FP8 are computed under the policy of the rest
-    (bf16), as their scales belong to all tokens at once, and tf32 on the CPU as fp32.
+    The program is not compiled, because lengths change from call to call. Attention uses the kernel of `auto`, except
+    cuDNN's, which would plan a kernel for every length. Layers in FP8 are computed in bf16, because an FP8 scale
+    depends on all tokens. tf32 on the CPU is computed as fp32.
 
-    window: tokens that the model was made for. policy: the precision in force. device: where it runs.
+    window: the largest number of tokens. policy: the precision in force. device: the device of the model.
     """
 
     cache_class = Cache
@@ -63,16 +63,17 @@ class Decoder:
     def __init__(
         self, config: RunConfig, params: Mapping[str, np.ndarray | Tensor], device: str = "auto", cached: bool = True
     ) -> None:
-        """Put the weights on the device: auto, cpu, cuda. Weights that are there in the stream dtype are not copied.
+        """Build the model with weights `params` (canonical name → array or tensor) on a device: auto, cpu or cuda.
 
-        Raises UserError if the device is not there.
+        Tensors that are on the device in the stream dtype are not copied. cached: use a key-value cache. Raises
+        UserError if the device is missing.
         """
         operand = config.precision.operand
         if FORMATS[operand].as_read and (device == "cpu" or not torch.cuda.is_available()):
             operand = "fp32"
         eager = {
             "device": device,
-            "deterministic": True,  # leaves out cuDNN's attention
+            "deterministic": True,  # excludes cuDNN's attention
             "precision": config.precision.model_copy(update={"policy": operand}),
             "attention": AttentionConfig(),
             "recompute": RecomputeConfig(),
@@ -92,13 +93,13 @@ class Decoder:
         self.window = len(self._model.cos)
         rotary = traits_of(config.model).rotary
         self._cache = self.cache_class(self.window, self.policy.operand, rotary) if cached else None
-        # The tokens whose keys and values are in the cache.
+        # Tokens with keys and values in the cache.
         self._tokens = np.zeros(0, np.int32)
 
     def next_token_logits(self, tokens: np.ndarray) -> np.ndarray:
         """Return logits (V,) of the token after `tokens`, int32 (n,), 1 ≤ n ≤ window: one document, from position 0.
 
-        With the cache only the last token is computed, where the others are those of the call before; else all are.
+        If the cache has all tokens but the last, only the last token is computed; otherwise all are.
         """
         if self._cache is None:
             return self._logits(tokens, 0, no_tap)
@@ -109,7 +110,7 @@ class Decoder:
         return self._logits(tokens, start, self._cache.tap(start))
 
     def _logits(self, tokens: np.ndarray, start: int, tap: Tap) -> np.ndarray:
-        """Return logits after the last token, from a pass over the tokens from `start` on: all, or the last alone."""
+        """Return logits (V,) after the last token, from a pass over the tokens from position `start` on."""
         model, stop = self._model, len(tokens)
         self._switches.require()
         with torch.inference_mode():

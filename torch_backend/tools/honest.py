@@ -1,4 +1,4 @@
-"""A torch function, or module, as `assert_honest` calls it: core/parity/honest/function.py."""
+"""A torch function or module as a `Function` of `assert_honest` (core/parity/honest/function.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockstep.core.parity.honest.function import Answer, Cotangents, Given, Valu
 __tracebackhide__ = True
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
-# Elements before a view's first that are kept: more than any alignment that kernels ask for.
+# The storage offset of an input is kept modulo this number of elements, more than any alignment that kernels require.
 OFFSET = 64
 
 
 class TorchFunction:
-    """A torch function on the user's inputs; a tensor that was handed in lends its device and its strides.
+    """A torch function with the user's inputs. New values get the device and the strides of the user's tensors.
 
-    keywords: the inputs go by name. A module's own parameters and buffers are among the inputs, marked as such.
+    inputs: the inputs, with a module's own parameters and buffers, marked as such. keywords: pass inputs by name.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Given], keywords: bool) -> None:
@@ -35,7 +35,7 @@ class TorchFunction:
     def __call__(
         self, values: Mapping[str, np.ndarray], exact: bool, cotangents: Cotangents, look: bool = False
     ) -> Answer:
-        """Implement `Function`, with grad mode, default dtype and random state set for the call alone."""
+        """Implement `Function`; grad mode, default dtype and random state are set only during the call."""
         narrowing = Narrowing()
         with _aside(self._device, exact):
             arguments = {one.name: self._argument(one, values, exact) for one in self._inputs}
@@ -95,7 +95,7 @@ class TorchFunction:
 
 
 def _laid_out(values: Tensor, like: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values in a tensor with the strides of `like`, and its offset as far as alignment goes."""
+    """Return the values in a tensor with the strides of `like` and its storage offset modulo OFFSET."""
     if like is None or like.layout != torch.strided:
         return values.to(device, dtype, copy=True)
     strides, offset = like.stride(), like.storage_offset() % OFFSET
@@ -109,7 +109,7 @@ def _laid_out(values: Tensor, like: Tensor | None, dtype: torch.dtype, device: t
 
 
 def named(result: Any) -> dict[str, Tensor]:
-    """Return the outputs of a function by name; None is no output. Raises UserError for what is no tensor."""
+    """Return the outputs of a function by name, without those that are None. Raises UserError for other non-tensors."""
     if isinstance(result, Tensor):
         return {"output": result}
     if isinstance(result, Mapping):
@@ -133,7 +133,7 @@ def own_tensors(function: Any) -> dict[str, tuple[Tensor, bool]]:
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """Copy a tensor's numbers: floating ones as float64, integers and booleans as they are."""
+    """Copy a tensor to an array: floating-point numbers become float64, other dtypes stay."""
     found = tensor.detach().to("cpu")
     return np.array((found.double() if found.is_floating_point() else found).numpy())
 
@@ -144,7 +144,7 @@ def _name(tensor: Tensor) -> str:
 
 @contextmanager
 def _aside(device: torch.device, exact: bool) -> Iterator[None]:
-    """Enable gradients, fix the random state, and for the truth use FP64 without autocast; restore all afterwards."""
+    """Enable gradients and fix the random state; if `exact`, also set default FP64 without autocast. Restore all."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     before = torch.get_default_dtype()
     with (
@@ -163,7 +163,7 @@ def _aside(device: torch.device, exact: bool) -> Iterator[None]:
 
 
 class Narrowing(TorchDispatchMode):
-    """A mode that notes operations that read FP64 and write only narrower floating-point numbers."""
+    """A mode that records operations that read FP64 and write only narrower floating-point numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Narrowing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation as it is."""
+        """Run the operation unchanged, and record it if it narrows FP64."""
         result = func(*args, **(kwargs or {}))
         reads = {x.dtype for x in _tensors((*args, *(kwargs or {}).values()))}
         writes = {x.dtype for x in _tensors(result) if x.is_floating_point()}

@@ -1,7 +1,8 @@
-"""Hugging Face's own model of a run's family as a reference: a third opinion, with mathematics written elsewhere.
+"""The transformers model of a run's family as an independent reference.
 
-Torch and JAX read the same description of a model, and one misreading written twice agrees with itself. This session
-shows the whole model alone, NLL, logits and every parameter's gradient, in FP32 and in FP64, on the CPU.
+Both backends of Lockstep implement one description of a model, and an error made in both would stay unseen. This
+session compares with code written elsewhere. It computes NLL, logits and the gradient of every parameter, in FP32 or
+FP64, on the CPU; it has no other taps and no single stages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lockstep.core.model.names import parameter_shapes
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
 LOGITS = "logits"
-# Modules of transformers that use `torch`, besides a model's own: RoPE's frequencies.
+# The module of transformers that computes RoPE's frequencies with `torch`.
 _ROPE = "transformers.modeling_rope_utils"
 
 
@@ -45,10 +46,10 @@ class _WideTorch(types.ModuleType):
 
 @contextmanager
 def widened(kind: type) -> Iterator[None]:
-    """Make `torch.float32` mean FP64 inside a model's module while the block runs.
+    """Make `torch.float32` mean FP64 in the file of a model's class while the context is active.
 
-    transformers computes norms, softmax and angles in FP32 whatever dtype a model is in. Its code is otherwise
-    untouched. `Tensor.float` gives FP64 as well, in this process, until the block ends. kind: the model's class.
+    transformers computes norms, softmax and angles in FP32 for every dtype of the model. Its code is not changed in any
+    other way. `Tensor.float` also gives FP64, in the whole process. kind: the model's class.
     """
     modules: list[Any] = [sys.modules[kind.__module__], sys.modules[_ROPE]]
     wide, narrow = _WideTorch("torch"), Tensor.float
@@ -65,7 +66,7 @@ def widened(kind: type) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(exact: bool) -> Iterator[None]:
-    """Make tensors that a constructor builds from numbers, as Gemma's √hidden, FP64, or FP32 where not `exact`."""
+    """Set torch's default dtype, FP64 if `exact`, else FP32: for tensors made from numbers, such as Gemma's √hidden."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     try:
@@ -80,7 +81,7 @@ def _as_it_is() -> Iterator[None]:
 
 
 def architecture_of(family: HubFamily) -> Any:
-    """Return the class of transformers that computes a family. Raises UserError if transformers is not installed."""
+    """Return the transformers class of a family's model. Raises UserError if transformers is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -94,20 +95,20 @@ def architecture_of(family: HubFamily) -> Any:
 def their_arguments(model: ModelConfig, longest: int) -> dict[str, Any]:
     """Return the arguments of transformers' configuration class. longest: tokens of the longest sequence.
 
-    Raises UserError if its architecture cannot express the model.
+    Raises UserError if the transformers model cannot express the run's model.
     """
     return config_of(model, HUB[model.family], longest)
 
 
 def their_weights(model: ModelConfig, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return their tensors of our parameters, by their names; a tied head has none of its own."""
+    """Convert canonical parameters to transformers' tensors, by transformers' names; a tied head has no tensor."""
     arrays = {name: parameter.detach().cpu().numpy() for name, parameter in params.items()}
     stored = stored_tensors(HUB[model.family], model)
     return {one.theirs: torch.from_numpy(to_theirs(one, arrays.__getitem__)) for one in stored}
 
 
 class HuggingFaceSession:
-    """transformers' model with a run's weights, in FP32 or FP64, on the CPU. It trains nothing."""
+    """A transformers model with a run's weights, in FP32 or FP64, on the CPU. It cannot train."""
 
     def __init__(self, config: RunConfig) -> None:
         if (family := HUB.get(config.model.family)) is None:
@@ -140,14 +141,14 @@ class HuggingFaceSession:
         return widened(self._kind) if self._exact else _as_it_is()
 
     def state(self) -> State:
-        """Return the weights under our names; moments as they were given, which it does not use."""
+        """Return the weights by canonical name; moments are those of the loaded state, and not used."""
         params: dict[str, np.ndarray] = {}
         for one in self._stored:
             params |= dict(to_ours(one, self._theirs[one.theirs].detach().numpy(), self._shapes))
         return State(self._state.step, params, self._state.optimizer, self._state.scalars)
 
     def load(self, state: State) -> None:
-        """Take weights over. Raises ValueError if a shape is not the model's."""
+        """Load the weights of a state. Raises ValueError if a shape is not the model's."""
         with torch.no_grad():
             for one in self._stored:
                 array = torch.from_numpy(to_theirs(one, state.params.__getitem__))
@@ -157,14 +158,14 @@ class HuggingFaceSession:
         self._state = State(state.step, {}, state.optimizer, state.scalars)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Return logits (B, S, V); attention and positions as the run has them of documents."""
+        """Return logits (B, S, V), with the run's treatment of documents in attention and positions."""
         tokens = torch.from_numpy(np.ascontiguousarray(batch.tokens)).long()
         more: dict[str, Any] = {}
         documents = batch.documents_for(self.config.attention)
         if documents is not None:
             ids = torch.from_numpy(np.ascontiguousarray(documents))
             alike = ids[:, :, None] == ids[:, None, :]
-            # Always given: transformers takes positions that restart for documents that do not see each other.
+            # Always pass a mask: without one, transformers separates documents where positions restart.
             seen = (alike if self.config.attention.document_mask else torch.ones_like(alike)).tril()
             more["attention_mask"] = self._mask(seen)
             if self.config.attention.reset_positions:
@@ -173,7 +174,7 @@ class HuggingFaceSession:
         return found
 
     def _mask(self, seen_BST: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the mask that scores get, (B, 1, S, S), windows cut out; by type of layer where there are several."""
+        """Return the mask (B, 1, S, S) that is added to scores, with the window; one mask per layer type if several."""
         place = torch.arange(seen_BST.shape[1])
         near_ST = place[:, None] - place < (self.config.model.window or len(place))
         whole, windowed = (
@@ -190,7 +191,7 @@ class HuggingFaceSession:
         return nll + z * torch.logsumexp(logits, -1).square() if z else nll
 
     def gradients(self, batch: Batch) -> Gradients:
-        """Return per-token NLL, the loss Σ weight·nll / Σ weight, and the gradient of each parameter under its name."""
+        """Return per-token NLL, the loss Σ weight·nll / Σ weight, and gradients by canonical name."""
         self._model.zero_grad(set_to_none=True)
         total = float(batch.weights.sum(dtype=np.float64))
         loss, nll = 0.0, []
@@ -210,40 +211,40 @@ class HuggingFaceSession:
         return Gradients(np.concatenate(nll), loss, {name: grads[name] for name in self._shapes})
 
     def observe(self, batch: Batch, taps: Sequence[str]) -> Arrays:
-        """Return the logits, if they are asked for. Raises NotSupported without them: the model is a black box."""
+        """Return the logits. Raises NotSupported if `taps` lacks them: the model has no other taps."""
         if LOGITS not in taps:
             raise NotSupported("hf shows its logits alone")
         with torch.no_grad(), self._precision():
             return {LOGITS: self._logits(batch).numpy()}
 
     def run_stage(self, stage: str, inputs: Arrays) -> Arrays:
-        """Raise NotSupported: the model is asked for as a whole."""
+        """Raise NotSupported: the model runs only as a whole."""
         if stage == "update":
             raise NotSupported("moments and update: hf has no optimizer")
         raise NotSupported("single stages: hf runs the model as a whole")
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        """Raise NotSupported: it gives an opinion, and does not train."""
+        """Raise NotSupported: this session does not train."""
         raise NotSupported("hf is a reference: it does not train")
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: the session holds no resource."""
 
 
 class HuggingFaceBackend:
-    """A backend of transformers' model of the run's family: `lockstep parity CONFIG --reference hf`."""
+    """A backend with the transformers model of the run's family: `lockstep parity CONFIG --reference hf`."""
 
     name = "hf"
 
     def open(self, config: RunConfig) -> HuggingFaceSession:
-        """Open a session at the initial weights. Raises UserError for another family or precision, or no library.
+        """Open a session at the initial weights: eager, on the CPU and in one process, whatever the run's settings.
 
-        The program is eager, on the CPU, of one process, whatever the run's own settings of these.
+        Raises UserError for an unsupported family or precision, and if transformers is not installed.
         """
         return HuggingFaceSession(config)
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return versions, and what is in force."""
+        """Return versions and the settings in force."""
         import transformers
 
         return {

@@ -1,4 +1,4 @@
-"""torchao and bitsandbytes without what they say of kernels that they could not load: those are for other machines."""
+"""Imports of torchao and bitsandbytes without their warnings about kernels for other machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPEAKERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Silence the warnings of the libraries' import, and torch's about torchao, while the block runs."""
+    """Silence warnings of these libraries, and torch's about torchao, while the context is active."""
     before = {name: logging.getLogger(name).level for name in SPEAKERS}
     for name in SPEAKERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Memory that a session uses."""
+"""Memory in use on a device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from lockstep.core.train.process_memory import process_memory
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return bytes: on CUDA `allocated` and `reserved` now, and `peak` allocated since the last call, which it resets.
+    """Return bytes in use: on CUDA `allocated` and `reserved`, and the `peak` allocated since the last call.
 
-    torch.cuda.memory_stats counts on the host: nothing is waited for. On the CPU, what the process holds.
+    The call resets the peak, and does not synchronise: torch.cuda.memory_stats counts on the host. On the CPU, return
+    the memory of the process.
     """
     if device.type != "cuda":
         return process_memory()
@@ -21,6 +22,6 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return bytes of a GPU that a tensor may still take: unallocated, or reserved by torch and not in use."""
+    """Return the bytes of a GPU that are free: not allocated, or reserved by torch and not in use."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

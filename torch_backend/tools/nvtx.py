@@ -1,4 +1,4 @@
-"""Names for the parts of a step, for a profiler to show: around programs, and in nothing of what is compiled."""
+"""Named ranges for the parts of a step in a profiler, opened around compiled programs and never inside them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def no_range(name: str) -> AbstractContextManager[Any]:
-    """Open no range."""
+    """Return an empty context."""
     return nullcontext()
 
 
 def nvtx(name: str) -> AbstractContextManager[Any]:
-    """Open a range of NVTX, for Nsight Systems."""
+    """Open an NVTX range, for Nsight Systems."""
     return torch.cuda.nvtx.range(PART + name)
 
 
 def recorded(name: str) -> AbstractContextManager[Any]:
-    """Open a range of PyTorch's profiler."""
+    """Open a range in PyTorch's profiler."""
     return torch.profiler.record_function(PART + name)
 
 
 def trace_of(config: RunConfig, device: torch.device) -> Trace:
-    """Return how a session of this configuration marks the parts of a step."""
+    """Return the function that opens ranges for a session: NVTX if configured and on CUDA, else none."""
     return nvtx if config.log.nvtx and device.type == "cuda" else no_range
 
 
 def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Describe it for the table at start; nothing if it was not asked for."""
+    """Describe the ranges for the table at start; {} if they are not configured."""
     if not config.log.nvtx:
         return {}
     said = "step, micro-batch, forward, backward, reduction, clip, optimizer, checkpoint"
@@ -45,7 +45,7 @@ def in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def part(name: str) -> Callable[[Method], Method]:
-    """Trace a method of a session as a part of the step."""
+    """Return a decorator that opens a range `name` around a method of a session."""
 
     def named(method: Method) -> Method:
         @wraps(method)

@@ -1,6 +1,6 @@
-"""Measure a step's memory: saved tensors counted under fake tensors, and the allocator's own account of a step.
+"""Measure a step's memory: count saved tensors with fake tensors, or read the allocator's reports of a real step.
 
-The formulas of core/plan are compared with both (parity_tests/plan, docs/guide/plan.md).
+Tests compare the formulas of core/plan with both (parity_tests/plan, docs/guide/plan.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.torch_backend.precision import policy_of
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools.bench import random_batches
 
-# Modules by the component of core/plan that what they save belongs to.
+# Name of a module → the component of core/plan that counts its saved tensors.
 _PART_OF = {"embed": "embedding", "attn_norm": "norms", "mlp_norm": "norms", "final_norm": "norms"}
 _PART_OF |= {"attn": "attention", "mlp": "mlp"}
 _VIEWS = {
@@ -41,14 +41,14 @@ _VIEWS = {
 
 
 class _Captured(Exception):
-    """The signal that the compiled forward pass was captured; nothing after it runs."""
+    """The signal that the compiled forward pass was captured; it ends the compilation."""
 
 
 def count_saved(config: RunConfig) -> dict[str, int]:
-    """Return bytes that the eager forward pass of one micro-batch keeps, by part; storages once, parameters not.
+    """Return the bytes that the eager forward pass of one micro-batch saves for the backward pass, by part.
 
-    The real model on fake CPU tensors: nothing is computed or allocated. The residual stream, which is the input of a
-    norm, counts as `block inputs`, whoever keeps it.
+    The real model runs on fake CPU tensors, without computation or memory. Each storage counts once, and parameters do
+    not count. The residual stream, which is the input of a norm, counts as `block inputs` in every module.
     """
     with FakeTensorMode():
         model, arguments = fake(config)
@@ -91,7 +91,10 @@ def _follow(module: nn.Module, part: str, inside: list[str], stream: set[int]) -
 
 
 def count_compiled(config: RunConfig) -> int:
-    """Return bytes that the compiled forward pass of one micro-batch hands to its backward pass; parameters not."""
+    """Return the bytes that the compiled forward pass of one micro-batch saves for the backward pass.
+
+    Parameters do not count.
+    """
     with FakeTensorMode():
         model, arguments = fake(config)
         graph = compiled_forward(model.loss, *arguments)
@@ -100,10 +103,10 @@ def count_compiled(config: RunConfig) -> int:
 
 
 def compiled_forward(program: Callable[..., Any], *arguments: Any) -> torch.fx.GraphModule:
-    """Return the graph of a program's forward pass as Inductor is given it.
+    """Return the graph of a program's forward pass that Inductor would generate code for.
 
-    The program goes through Dynamo, AOTAutograd and Inductor's own passes and min-cut partitioner; no code is
-    generated. arguments: fake tensors, in whose mode this is called.
+    The program passes through Dynamo, AOTAutograd, and Inductor's own passes and min-cut partitioner; no code is
+    generated. arguments: fake tensors; the caller has entered their mode.
     """
     found: list[torch.fx.GraphModule] = []
 
@@ -124,7 +127,10 @@ def compiled_forward(program: Callable[..., Any], *arguments: Any) -> torch.fx.G
 
 
 def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
-    """Return bytes of a forward graph's outputs without its inputs and two results; views of a tensor count once."""
+    """Return the bytes of a forward graph's outputs, without its two results and its inputs.
+
+    Views of one tensor count once.
+    """
     bases: dict[Any, int] = {}
     for node in outputs[2:]:
         if not isinstance(node, torch.fx.Node):
@@ -138,15 +144,15 @@ def _handed_over(graph: torch.fx.GraphModule, outputs: Any) -> int:
 
 
 def _known(size: int | torch.SymInt) -> int:
-    """Return a size that a checkpointed part may have as a symbol."""
+    """Return a size as an int; in a checkpointed part it may be a symbol."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def fake(config: RunConfig) -> tuple[Transformer, tuple[Any, ...]]:
-    """Build the model and a micro-batch, in the fake mode that is on."""
+    """Build the model and the arguments of `model.loss` for a micro-batch, in the active fake mode."""
     policy = policy_of(config)
     before = torch.get_default_dtype()
-    # Parameters cannot change their dtype under fake tensors.
+    # Build the model in its final dtype: fake parameters cannot change their dtype.
     torch.set_default_dtype(policy.stream)
     try:
         model = Transformer(config)
@@ -163,15 +169,15 @@ def fake(config: RunConfig) -> tuple[Transformer, tuple[Any, ...]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage while it lives."""
+    """Return a number that identifies a tensor's storage as long as the storage exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def measured_peak(config: RunConfig) -> dict[str, int]:
-    """Measure bytes above those kept between steps, in a forward and backward pass on the CPU: `peak`, and `after` it.
+    """Measure bytes of a forward and backward pass on the CPU, above those kept between steps: `peak`, and `after` it.
 
-    From the CPU allocator's own reports (torch.profiler, profile_memory): every tensor counts, eager or compiled, and
-    what kernels allocate from it. The second step is measured, without gradients before it.
+    The figures are the CPU allocator's reports (torch.profiler, profile_memory). They include every tensor, eager or
+    compiled, and the memory that kernels allocate. The second step is measured, and begins without gradients.
     """
     session = TorchSession(config)
     batch = random_batches(config, 1)[0]

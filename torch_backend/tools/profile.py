@@ -1,4 +1,4 @@
-"""Recording training steps: by PyTorch's profiler into a trace, or for Nsight Systems, which records from outside."""
+"""Recording of training steps, by PyTorch's profiler or by Nsight Systems, which runs outside of the process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.tools import nvtx
 from lockstep.torch_backend.tools.bench import memory
 
-# Steps before the profiler (programs are compiled in the first), steps that it sees and drops, steps that it keeps, and
-# steps that are timed after it.
+# Numbers of steps: before the profiler starts (the first compiles programs), its warm-up, recorded, and timed after it.
 SKIPPED, WARM, KEPT, TIMED = 2, 3, 3, 3
 STEPS = SKIPPED + WARM + KEPT + TIMED
 
 
 def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Path) -> dict[str, Any]:
-    """Record KEPT steps into `trace`, Chrome's format, gzip by its name; the rest is returned.
+    """Record KEPT steps into the file `trace`, in Chrome's format, compressed if its name ends with .gz.
 
-    session: what steps; own: this process's part of it, which is the same thing but under ranks. Gives `step_seconds`,
-    the mean over TIMED further steps without the profiler, and `memory` in bytes (torch_backend/tools/bench.py).
-    Raises UserError if the trace cannot be written.
+    session: the session that steps. own: the session of this rank; with one rank, the same object. Returns
+    `step_seconds`, the mean over TIMED further steps without the profiler, and `memory` in bytes
+    (torch_backend/tools/bench.py). Raises UserError if the trace cannot be written.
     """
     cuda = own.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -61,16 +60,16 @@ def record(session: Any, own: TorchSession, batches: Iterator[Batch], trace: Pat
 
 
 def unrecorded(session: Any, batches: Iterator[Batch]) -> None:
-    """Make the steps of `record` on a rank that is not profiled."""
+    """Run the steps of `record` on a rank that is not profiled."""
     for _ in range(STEPS):
         session.step(next(batches))
 
 
 def under_nsight(session: Any, own: TorchSession, batches: Iterator[Batch]) -> float:
-    """Make the same steps with NVTX ranges, and let Nsight Systems see KEPT of them; returns their mean seconds.
+    """Run the same steps with NVTX ranges, KEPT of them for Nsight Systems; return the mean seconds of these.
 
-    It records from cudaProfilerStart to cudaProfilerStop (`--capture-range=cudaProfilerApi`). Raises UserError on the
-    CPU.
+    Nsight Systems records from cudaProfilerStart to cudaProfilerStop (`--capture-range=cudaProfilerApi`). Raises
+    UserError on the CPU.
     """
     if own.device.type != "cuda":
         raise UserError("nvtx: Nsight Systems records CUDA, and this run is on the CPU; leave --nvtx out")
@@ -89,5 +88,5 @@ def _step(session: Any, own: TorchSession, batches: Iterator[Batch]) -> None:
         batch = next(batches)
     session.step(batch)
     if own.device.type == "cuda":
-        # A step's work on the device must end within the step.
+        # Synchronise, so that the device's work belongs to its step.
         torch.cuda.synchronize(own.device)

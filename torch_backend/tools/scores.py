@@ -13,9 +13,9 @@ from lockstep.torch_backend.precision import Policy
 def scores(
     model: Transformer, chunk: int, tokens_BS: Tensor, targets_BS: Tensor, policy: Policy, *documents_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return per-token NLL (B, S) without z-loss, and whether the likeliest token is the target (B, S).
+    """Return per-token NLL (B, S) without z-loss, and bool (B, S): the most likely token is the target.
 
-    Logits are made for `chunk` tokens at a time, whatever head the run trains with.
+    Logits are computed for `chunk` tokens at a time, with any loss head of the run.
     """
     x_ND = model.trunk(tokens_BS, policy, no_tap, *documents_BS).flatten(0, 1)
     parts = []

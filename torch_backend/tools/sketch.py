@@ -1,6 +1,6 @@
 """Sketches in torch, eager or compiled. Twin: core/parity/evidence/sketch.py, which defines a sketch.
 
-Signs are the hash of their coordinate, computed where they are used or read from a table that many sketches share.
+A sign is a hash of its coordinate. Signs are computed for a sketch, or read from a table that many sketches share.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lockstep.core.parity.measures.calibrated_bounds import independent
 
 
 def _signed(constant: int) -> int:
-    """Convert a 32-bit constant to the int32 of the same bits."""
+    """Convert a 32-bit constant to the int32 with the same bits."""
     return constant - (1 << 32) if constant >> 31 else constant
 
 
 def _shifted(h: Tensor, shift: int) -> Tensor:
-    """Shift int32 to the right logically; its own shift repeats the sign."""
+    """Shift int32 to the right logically; torch's own shift repeats the sign bit."""
     return (h >> shift) & ((1 << (32 - shift)) - 1)
 
 
@@ -45,8 +45,8 @@ def signs(start: int, count: int, device: torch.device | None = None) -> Tensor:
 def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
     """Return S(x), (K,), for coordinates offset … offset + size − 1: float64 for float64 input, else float32.
 
-    table: the first signs, int8, where they are kept: a program with a hundred sketches compiles ten times faster
-    if it reads them than if it hashes. With an offset they are always computed.
+    table: the first signs, int8, or None to compute them. A program with a hundred sketches compiles ten times as fast
+    with a table. With an offset, signs are always computed.
     """
     flat = x.reshape(-1).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     sign = signs(offset, flat.numel(), x.device) if table is None or offset else table
@@ -54,8 +54,8 @@ def sketch(x: Tensor, offset: int = 0, table: Tensor | None = None) -> Tensor:
     def signed(start: int, stop: int) -> Tensor:
         return flat[start:stop] * sign[start:stop].to(flat.dtype)
 
-    # The rest of a started row, whole rows, and a last row that is not full. Padding everything to whole rows costs
-    # twice the time: a compiled program then tests every number for padding.
+    # Sum the end of the first row, whole rows, and a partial last row. Padding to whole rows takes twice the time,
+    # because a compiled program then tests every number for padding.
     column, size = offset % K, flat.numel()
     begun = min(-offset % K, size)
     rows = (size - begun) // K
@@ -77,7 +77,7 @@ def lift(probe: Tensor, shape: tuple[int, ...], table: Tensor | None = None) -> 
 def statistics(x: Tensor) -> Tensor:
     """Return (4,) float64: L2 norm, largest magnitude, mean, count of non-finite values."""
     wide = x.double()
-    # A compiled program adds int32 to int64 in half the time that it takes for bool.
+    # A compiled program sums int32 into int64 in half the time of a sum of bool.
     nonfinite = (~torch.isfinite(x)).to(torch.int32).sum()
     return torch.stack([wide.square().sum().sqrt(), x.abs().max().double(), wide.mean(), nonfinite.double()])
 
@@ -86,17 +86,17 @@ Kept = tuple[Tensor, Tensor]  # sketch (K,) and statistics (4,)
 
 
 def sign_table(size: int, device: torch.device) -> Tensor:
-    """Return the first signs as int8, enough for tensors of `size` numbers."""
+    """Return the first signs as int8, for tensors of at most `size` elements."""
     return signs(0, size + K, device).to(torch.int8)
 
 
 def sketches_of(tensors: Mapping[str, Tensor], table: Tensor) -> dict[str, Kept]:
-    """Sketch and statistics of each tensor: one program for all gradients of a step."""
+    """Compute sketch and statistics of each tensor, by name: one program for all gradients of a step."""
     return {name: (sketch(x, table=table), statistics(x)) for name, x in tensors.items()}
 
 
 def whole_observation(kept: Kept, shape: tuple[int, ...]) -> Observation:
-    """Return the observation of a tensor of `shape`, off the device."""
+    """Copy sketch and statistics of a tensor of `shape` to the host, and return its observation."""
     norm, max_abs, mean, nonfinite = kept[1].tolist()
     return Observation(
         kept[0].detach().cpu().numpy(), norm, max_abs, mean, int(nonfinite), math.prod(shape), independent(shape)

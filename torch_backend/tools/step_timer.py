@@ -1,4 +1,4 @@
-"""Split the time of one step into parts, without another wait for the device."""
+"""Split the time of one step into parts, without an additional synchronisation of the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BEGIN, REDUCING, ACCUMULATED = "begin", "reducing", "accumulated"
 
 
 class StepTimer:
-    """Marks on the timeline of a step: the host's time, on CUDA events on the current stream.
+    """Marks on the timeline of a step: the host's time, and on CUDA an event on the current stream.
 
-    Events are read at the end of the step, after its one wait for the device, when they all have happened: reading
-    them waits for nothing.
+    Events are read at the end of the step, after its only synchronisation, when they are all complete, so that reading
+    them does not block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,13 +27,13 @@ class StepTimer:
         self._found: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Start a step and drop the marks of the one before."""
+        """Start a step, and clear the marks of the step before."""
         self._marks, self._excluded, self._found = {}, {}, {}
         self._started = time.perf_counter()
         self.mark(BEGIN)
 
     def mark(self, name: str) -> None:
-        """Record that the step is at `name`; a mark of the same name is moved."""
+        """Set the mark `name` to now; an earlier mark of that name is replaced."""
         self._marks[name] = time.perf_counter()
         if self._device.type == "cuda":
             if name not in self._events:
@@ -42,7 +42,7 @@ class StepTimer:
 
     @contextmanager
     def exclude(self, part: str) -> Iterator[None]:
-        """Add the time inside the context to `part`; it reads tensors, so the device is synchronised at both ends."""
+        """Add the time inside the context, which reads tensors, to `part`; synchronise the device at both ends."""
         self._wait()
         started = time.perf_counter()
         yield
@@ -59,11 +59,14 @@ class StepTimer:
         self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._excluded}
 
     def take(self) -> dict[str, float]:
-        """Return seconds by part of the step that has ended, once: a step that does not mark itself has none.
+        """Return the seconds of the last step by part, and clear them; {} for a step without marks.
 
-        compute: forward and backward pass. communication: from when the last gradients of this rank are there until
-        the sum over ranks is. optimizer: norm, clipping, update, and what of the update before kept this step waiting.
-        Parts put aside under their own names. Together they are the host's time from `begin` to `end`.
+        - compute: forward and backward pass
+        - communication: from the last gradients of this rank to the end of their sum over ranks
+        - optimizer: norm, clipping and update, and any wait for the update of the step before
+        - parts of `exclude`, under their own names
+
+        Together they are the host's time from `begin` to `end`.
         """
         found, self._found = self._found, {}
         return found

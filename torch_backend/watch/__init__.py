@@ -1,1 +1,1 @@
-"""`lockstep.watch` against the user's own module: a copy of it in FP64 is the truth, one as it trains is the twin."""
+"""`lockstep.watch` for a user's own module: a copy in FP64 is the truth, a copy in the training dtypes is the twin."""

@@ -1,4 +1,4 @@
-"""`watch`: a user's training loop against a copy of their own module, or against a function of theirs.
+"""`watch`: check a user's training loop with a copy of the user's module, or with a function of the user.
 
     watcher = watch(model, optimizer, loss=fn)
     for batch in data:
@@ -8,7 +8,7 @@
             optimizer.step()
         optimizer.zero_grad()
 
-The checks themselves are core/parity/watch/. docs/guide/watch.md is the page for users.
+The checks are in core/parity/watch/. docs/guide/watch.md is the page for users.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ def watch(
     """Watch `model` (any torch module) and `optimizer` (one, or a sequence of them); return the watcher.
 
     Args:
-        model: what trains, wrapped as it is: torch.compile, DistributedDataParallel, fully_shard (FSDP2), accelerate.
-        optimizer: its groups' hyperparameters and its state are read around its step.
-        loss: `(model, batch) -> loss`, a scalar tensor, or `(loss, outputs)`. It is called with a copy of the module,
-            on the CPU: in FP64 for the truth, as the module trains for the twin.
-        reference: in place of `loss`: an independent function, as core/parity/watch/api.py takes it.
-        accumulate: with `loss`, for steps that accumulate gradients: `step` gets the list of micro-batches, and the
-            step's loss is their mean (`mean`), their sum (`sum`) or their sum with the weights that a function of the
-            list returns. Over several ranks the list holds all ranks' micro-batches, in the order of ranks.
-        ranks: with `loss`, of a model that several ranks train: `gather`, where every rank has a watcher and calls
-            `step` with its own batch and loss, and one verdict is given for all; or `given`, where `step` gets the
-            batches of all ranks, and each rank judges alone. Default: `gather` for FSDP2 and without `accumulate`.
-        operations: with `loss`, judge single operations of forward and backward as well, each from its own inputs:
-            True, or how many a check (200). The loss runs once more, on the module itself; of several ranks that
-            gather, on rank 0 alone. Not for FSDP2.
-        settings: all others, as core/parity/watch/api.py has them.
+        model: the model in training, with its wrappers: torch.compile, DistributedDataParallel, fully_shard (FSDP2),
+            accelerate.
+        optimizer: the optimizer. Its hyperparameters and its state are read before and after its step.
+        loss: `(model, batch) -> loss`, a scalar tensor, or `-> (loss, outputs)`. It is called with copies of the module
+            on the CPU: one in FP64 for the truth, one in the training dtypes for the twin.
+        reference: an independent function that replaces `loss`, as in core/parity/watch/api.py.
+        accumulate: with `loss`, for steps that accumulate gradients. `step` then takes the list of micro-batches. The
+            step's loss is their mean (`mean`), their sum (`sum`), or their sum with the weights that a function of the
+            list returns. With several ranks, the list has the micro-batches of all ranks, in the order of ranks.
+        ranks: with `loss`, for a model that several ranks train. `gather`: every rank has a watcher and calls `step`
+            with its own batch and loss, and there is one verdict for all ranks. `given`: `step` takes the batches of
+            all ranks, and each rank judges for itself. Default: `gather` for FSDP2 and without `accumulate`.
+        operations: with `loss`, also judge single operations of forward and backward, each from its own inputs: True
+            for 200 per check, or the number per check. The loss runs again on the module itself; with `gather`, on
+            rank 0 only. Not supported for FSDP2.
+        settings: the other settings, as in core/parity/watch/api.py.
 
     Raises UserError for settings that cannot work.
     """
@@ -102,7 +103,7 @@ def watch(
 
 
 def _count(operations: bool | int) -> int:
-    """Return how many operations a check judges. Raises UserError for a value that is not such a number."""
+    """Return the number of operations that a check judges. Raises UserError for an invalid value."""
     if isinstance(operations, bool):
         return COUNT if operations else 0
     if isinstance(operations, int) and operations > 0:

@@ -1,4 +1,4 @@
-"""A user's batch on the CPU, with its types, and with its floating tensors in another dtype."""
+"""Copies of a user's batch on the CPU, with the same types, and with floating-point tensors in another dtype."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 
 
 def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Copy a nest of mappings, sequences, named tuples and dataclasses; `dtype` is of its floating tensors, or None.
+    """Copy a nest of mappings, sequences, named tuples and dataclasses to the CPU.
 
-    A mapping of a class of its own (Hugging Face's BatchEncoding) keeps its class. Whatever else is passed on as it is.
+    dtype: the dtype of its floating-point tensors; None keeps their own. Mutable mappings keep their class (Hugging
+    Face's BatchEncoding). Other objects are not copied.
     """
     return _copied(batch, dtype, "cpu")
 
 
 def copied(batch: Any) -> Any:
-    """Copy a nest as `on_cpu` does, each tensor where it is, as it is."""
+    """Copy a nest as `on_cpu` does; each tensor keeps its device and its dtype."""
     return _copied(batch, None, None)
 
 

@@ -1,8 +1,9 @@
-"""Modules of torch.nn, and transformers' Conv1D, by what they declare: the operation that their forward stands for.
+"""Modules of torch.nn and transformers whose class declares the operation that they compute.
 
-A fused or patched kernel may run in a module's place that ignores its bias, its epsilon or its approximation. Each
-operation of it is then right by itself. So the module's result is judged as an operation's: from its own inputs.
-Known by the class itself: a subclass may mean something else.
+A fused or patched kernel may replace a module's forward, and ignore its bias, its epsilon or its approximation. Each
+operation inside it is then correct, and the module's result is wrong. Therefore the module's result is judged like that
+of one operation, from its own inputs. Only the classes themselves are in the table: a subclass may compute something
+else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ aten: Any = torch.ops.aten
 
 
 def _linear(m: Any, x: Tensor, weight: Tensor) -> tuple[str, Any, tuple[Any, ...]]:
-    """Return x·Wᵀ + b, or x·Wᵀ, of rows."""
+    """Return the operation x·Wᵀ + b, or x·Wᵀ without a bias, with x flattened to rows."""
     rows = x.reshape(-1, x.shape[-1])
     if m.bias is None:
         return "aten.mm", aten.mm.default, (rows, weight)
@@ -58,7 +59,7 @@ DECLARED: dict[str, Callable[[Any, Tensor], tuple[str, Any, tuple[Any, ...]]]] =
 
 
 def name_of(module: nn.Module) -> str:
-    """Return `torch.nn.LayerNorm` and the like for a module that is known, else an empty text."""
+    """Return the public name of a module in the table, such as `torch.nn.LayerNorm`; "" for others."""
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" not in DECLARED or getattr(module, "dim", 0) is None:
         return ""
@@ -67,10 +68,9 @@ def name_of(module: nn.Module) -> str:
 
 
 def call_of(module: nn.Module, args: tuple[Any, ...], result: Any) -> Call | None:
-    """Return the operation that a known module's forward stands for; None if it is called in another way.
+    """Return the operation of a module in the table; None if its forward was called in an unusual way.
 
-    Under autocast the inputs of a product are narrowed first: where the result is narrower than they are, they are
-    rounded to its dtype.
+    Inputs that are wider than the result are rounded to its dtype, because autocast rounds the operands of a product.
     """
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
         return None
@@ -92,5 +92,5 @@ def _as_given(x: Any, dtype: torch.dtype) -> Any:
 
 
 def declares(module: nn.Module) -> str:
-    """Return the words in which a known module declares itself."""
+    """Return the repr of a module in one line."""
     return " ".join(repr(module).split())

@@ -1,8 +1,8 @@
-"""A known family of transformers under `watch`: an independent model is the truth, hooks on the live module are taps.
+"""A model of a supported transformers family under `watch`, compared with an independent model of the same family.
 
-Loss and gradients of a step are compared with the reference's end to end. The forward pass of a step's first
-micro-batch is recorded as it runs, its gradients as they come, and each stage is judged by itself, from the module's
-own inputs to it.
+Loss and gradients of a step are compared end to end with the reference's. Hooks on the live module record the forward
+pass of a step's first micro-batch and its gradients, and each stage is judged separately, from the module's own inputs
+to it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from lockstep.torch_backend.watch.module_copy import COMPILED, ranks_of, unwrapp
 from lockstep.torch_backend.watch.own_module import dropouts
 
 Accumulate = Literal["mean", "tokens"]
-IGNORED = -100  # transformers' label of a token that counts nothing
+IGNORED = -100  # transformers' label for a token without weight
 AUTOCAST = "autocast"
-# A batch may hold these besides input_ids and labels, where they change nothing.
+# A batch may have these besides input_ids and labels, if they have their default values.
 TRIVIAL = ("attention_mask", "position_ids")
-# With one of these, a forward pass depends on more than its tokens.
+# With one of these, the forward pass depends on other inputs than tokens.
 OTHER_INPUTS = ("inputs_embeds", "past_key_values", "encoder_hidden_states")
 
 
 @dataclass
 class Recorded:
-    """The forward pass of a step's first micro-batch.
+    """The recorded pass of a step's first micro-batch.
 
-    seen: taps and their gradients. grads: of parameters, by their names. failed: why it cannot be judged.
+    number: the step. tokens: (B, S). seen: taps and their gradients. grads: gradients of parameters, by the module's
+    names. failed: reason why the pass cannot be judged, or "".
     """
 
     number: int
@@ -64,16 +65,16 @@ class Recorded:
     failed: str = ""
 
     def take(self, name: str, x: Tensor) -> None:
-        """Keep a tap or its gradient, in FP32 at least."""
+        """Keep a tap or its gradient, in FP32 or wider."""
         self.seen[name] = array_of(x)
 
     def fail(self, error: Exception) -> None:
-        """Keep the reason why the pass cannot be judged: nothing is raised inside a user's program."""
+        """Keep the first reason why the pass cannot be judged; no error is raised inside a user's program."""
         self.failed = self.failed or reason(error)
 
 
 class _Hook:
-    """A hook of the live module; in a copy of it, and in a file, it does nothing."""
+    """A hook of the live module; in a copy of the module or in a pickle, it does nothing."""
 
     def __init__(self, call: Callable[..., None] | None) -> None:
         self._call = call
@@ -87,7 +88,7 @@ class _Hook:
 
 
 class FamilyReference:
-    """The reference of `watch` for a model of transformers. Built by `lockstep.from_hf`."""
+    """The reference of `watch` for a transformers model. Built by `lockstep.from_hf`."""
 
     own = False
 
@@ -109,12 +110,12 @@ class FamilyReference:
         self._opened: dict[tuple[Precision, int], Reference] = {}
         self._recorded: Recorded | None = None
 
-    # `watch` calls these end to end.
+    # Comparisons end to end
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Return truth and twin of the independent model at these parameters.
+        """Return the truth and the twin of the independent model at these parameters.
 
-        Raises UserError for a batch that it does not read, for dropout, and for weights in bf16.
+        Raises UserError for a batch with unsupported inputs, for dropout, and for weights in bf16.
         """
         if (ranks := ranks_of(self._given)) > 1 and self._accumulate is None:
             raise UserError(f"gradients are the mean of {ranks} ranks': give from_hf accumulate=, and step all batches")
@@ -152,7 +153,7 @@ class FamilyReference:
         return batch
 
     def _reference(self, precision: Precision, length: int, uncovered: Uncovered) -> Reference:
-        """Open the reference's sessions at the candidate's precision, for sequences of up to `length` tokens."""
+        """Open a reference at the candidate's precision for sequences of up to `length` tokens, or reuse one."""
         casts, why = self._casts(precision)
         if why:
             uncovered.append(why)
@@ -170,11 +171,14 @@ class FamilyReference:
         return found
 
     def _kernel(self) -> AttentionConfig:
-        """Return the kernel as transformers calls it: torch's scaled_dot_product_attention, which has no cap."""
+        """Return transformers' attention: torch's scaled_dot_product_attention; with a cap, Lockstep's own."""
         return AttentionConfig() if self._model.attention_cap else AttentionConfig(kernel="flash", grouped="kernel")
 
     def _casts(self, precision: Precision) -> tuple[str, str]:
-        """Return the twin's plan of casts, and why it is not autocast's. Raises UserError if there is none."""
+        """Return the twin's plan of casts, and the reason why it is not autocast's, or "".
+
+        Raises UserError if no plan matches: for random numbers, FP64, or bf16 weights.
+        """
         if drawn := dropouts(self._module):
             raise UserError(f"the forward draws random numbers{drawn}: turn that off, or nothing repeats")
         if precision == "fp64":
@@ -189,10 +193,10 @@ class FamilyReference:
         problem = next((said for keys, said in broken if "precision.casts" in keys), "")
         return ("lockstep", f"the twin does not round as autocast does: {problem}") if problem else (AUTOCAST, "")
 
-    # The stages.
+    # Stages
 
     def attend(self, due: Callable[[], int | None]) -> None:
-        """Record the first forward pass of each step that is to be checked. due: its number."""
+        """Record the first forward pass of each step to check. due: returns the number of that step, or None."""
         if any(type(one).__name__ == COMPILED for one in (self._given, *self._module.modules())):
             return
         stack = ExitStack()
@@ -220,7 +224,7 @@ class FamilyReference:
         self._module.register_forward_hook(_Hook(after))
 
     def _listen(self, recorded: Recorded) -> None:
-        """Take each parameter's gradient when the recorded pass has made it, before another is added to it."""
+        """Record each parameter's gradient after the recorded pass, before another micro-batch adds to it."""
         there = dict(self._module.named_parameters())
         parameters = {one.theirs: there[one.theirs] for one in self._layout.placed}
         if any(p.grad is not None and bool(p.grad.any()) for p in parameters.values()):
@@ -242,14 +246,14 @@ class FamilyReference:
                 listen(name, p)
 
     def _forget(self) -> Recorded | None:
-        """Drop what was recorded, and return it."""
+        """Return the recorded pass, and remove it and its hooks."""
         recorded, self._recorded = self._recorded, None
         for handle in recorded.handles if recorded else ():
             handle.remove()
         return recorded
 
     def stages(self, number: int, params: Arrays, precision: Precision, uncovered: Uncovered) -> Sequence[Finding]:
-        """Judge each stage of the recorded pass, forward and backward, from its own inputs."""
+        """Judge each stage of the recorded pass, forward and backward, from the stage's own inputs."""
         recorded = self._forget()
         if recorded is None or recorded.number != number:
             uncovered.append("stages by themselves: no forward pass was recorded (compiled, or check= came after it)")
@@ -288,7 +292,7 @@ def _config_of(module: Any) -> Any:
 
 
 def _of_shape(reference: Reference, batch: Batch) -> Reference:
-    """Return the same sessions for a micro-batch of this shape."""
+    """Return the same sessions with the settings for a micro-batch of this shape."""
     rows, length = batch.tokens.shape
     train = reference.config.train.model_copy(
         update={"batch_size": rows, "micro_batch_size": rows, "sequence_length": length}
@@ -297,7 +301,7 @@ def _of_shape(reference: Reference, batch: Batch) -> Reference:
 
 
 def _evidence(state: State, tapped: Batch, taps: Arrays, hidden: tuple[str, ...]) -> Evidence:
-    """Build evidence in which only the taps are judged."""
+    """Build evidence that has only taps to judge."""
     nothing = StepRecord(0, math.nan, 0.0, 0.0, math.nan, 1.0, "", tapped.tokens.size)
     return Evidence(
         state, state, tapped, nothing, None, tapped, None, taps, (), 0.0, thorough=False, hidden_taps=hidden
@@ -305,7 +309,7 @@ def _evidence(state: State, tapped: Batch, taps: Arrays, hidden: tuple[str, ...]
 
 
 def _batch_of(part: Any, model: ModelConfig) -> Batch:
-    """Build the causal batch from a mapping as transformers takes it. Raises UserError for inputs not read here."""
+    """Build a causal batch from the inputs of a transformers model. Raises UserError for unsupported inputs."""
     if not isinstance(part, Mapping) and not hasattr(part, "items"):
         raise UserError("a batch of from_hf is a mapping with input_ids and labels, as the model takes it")
     arrays = {name: array_of(value) for name, value in part.items() if value is not None}
@@ -334,6 +338,9 @@ def _batch_of(part: Any, model: ModelConfig) -> Batch:
 
 
 def _totals(micros: Sequence[Batch], accumulate: Accumulate | None) -> list[float]:
-    """Return the divisor of each micro-batch's Σ nll: a mean of means divides each by its own tokens."""
+    """Return the divisor of each micro-batch's Σ nll.
+
+    For `mean`, a mean of means: its own targets · the number of micro-batches. Otherwise: the targets of all.
+    """
     tokens = [float(one.weights.sum(dtype=np.float64)) for one in micros]
     return [count * len(micros) for count in tokens] if accumulate == "mean" else [math.fsum(tokens)] * len(micros)

@@ -1,4 +1,4 @@
-"""The judgement of one operation: its results against the same operation in FP64, from the same inputs."""
+"""Judge one operation: compare its results with the same operation in FP64, from the same inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.torch_backend.watch.recompute import (
 
 log = logging.getLogger("lockstep.watch")
 
-# Operations that only move numbers, or round each of them once.
+# Operations that only move numbers, or round each number once.
 MOVES = frozenset(
     {
         "_to_copy", "clone", "copy", "cat", "stack", "where", "masked_fill", "masked_scatter", "embedding",
@@ -38,7 +38,7 @@ MOVES = frozenset(
         "repeat_interleave", "_unsafe_index",
     }
 )  # fmt: skip
-# Operations that compute each number by itself, in FP32 where it is narrower, and round it once.
+# Element-wise operations that compute in FP32 or wider and round each number once.
 ROUNDS_ONCE = frozenset(
     {
         "add", "sub", "rsub", "mul", "div", "neg", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "tanh",
@@ -46,23 +46,23 @@ ROUNDS_ONCE = frozenset(
     }
 )  # fmt: skip
 NARROW = (torch.bfloat16, torch.float16)
-# Copies of inputs and results in FP64 at once, on all sides.
+# Number of FP64 copies of inputs and results that exist at the same time.
 COPIES = 6
 
-# Measures of one result, its size, the share of numbers unlike the twin's, and its number among the results.
+# Measures of one result, its size, the share of elements that differ from the twin, and its index among the results.
 Judged = tuple[tuple[Measure, ...], int, float | None, int]
 
 
 class JudgeOperation:
-    """A judge that computes operations again and measures them."""
+    """A judge that recomputes operations and measures their results."""
 
     def __init__(self, formulas: Mapping[str, Formula]) -> None:
         self._again = Recompute(formulas)
 
     def __call__(self, call: Call, results: Sequence[Any]) -> tuple[str, list[Judged]]:
-        """Return what gave the truth, and the measures of each result of a call.
+        """Return the way in which the truth was computed, and the measures of each result of a call.
 
-        Raises NotJudged, with the reason, if there is no truth.
+        Raises NotJudged, with the reason, if no way computes a truth.
         """
         tensors = [x for x in results if isinstance(x, Tensor)]
         needed = 8 * COPIES * sum(x.numel() for x in (*call.floating, *tensors))
@@ -77,7 +77,7 @@ class JudgeOperation:
             except NotJudged:
                 raise
             except Exception as error:
-                # The next way may know these arguments.
+                # The next way may support these arguments.
                 log.debug("watch: %s %s", call.name, way, exc_info=True)
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise NotJudged(f"{call.name} does not run in FP64 ({why})")
@@ -114,7 +114,7 @@ class JudgeOperation:
             length = way in (BY_JAX, BY_REFERENCE) or own.dtype not in NARROW
             measures = operation_bounds.measured(Sides(c, [t], w, dtype, terms, resolution), length)
             if not all(m.ok for m in measures):
-                # Nothing is accused on one draw, and before its response is known.
+                # Before a fault is reported, measure again with slightly changed inputs: the error may be sensitive.
                 more = more or [self._beside(call, values, draw, way) for draw in range(DRAWS)]
                 all_truths = [t, *(x for one, _ in more if (x := one[i]) is not None)]
                 all_twins = w + [x for _, two in more for x in _rounded(two, i, own.dtype)]
@@ -127,7 +127,7 @@ class JudgeOperation:
         return found
 
     def _twins(self, call: Call, values: Sequence[np.ndarray], way: str) -> Sequence[Any]:
-        """Compute the results in FP32; none for the candidate's own kernel, or if a reference cannot run in FP32."""
+        """Compute the results in FP32; [] for the candidate's own kernel, or if a reference cannot run in FP32."""
         if way == BY_KERNEL:
             return []
         try:
@@ -139,7 +139,7 @@ class JudgeOperation:
     def _beside(
         self, call: Call, values: Sequence[np.ndarray], draw: int, way: str
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return truths and twins of inputs a few roundings from the given ones."""
+        """Return truths and twins for inputs that differ from the given ones by a few roundings."""
         random = np.random.default_rng(draw)
         with np.errstate(invalid="ignore", over="ignore"):
             moved = [
@@ -150,9 +150,10 @@ class JudgeOperation:
 
 
 def _resolution(call: Call, i: int) -> float:
-    """Return the root mean square of one rounding of an attention weight, exp(score − lse), as the error of its lse.
+    """Return the root mean square of one rounding of an attention weight, exp(score − lse), as an error of the lse.
 
-    torch's kernels for narrow operands take a fast exponential, off by 6e-5, for weights that they round to bf16.
+    It is 0 for other results. torch's attention kernels for narrow operands use a fast exponential with a relative
+    error of 6e-5 for weights that they round to bf16.
     """
     narrow = call.floating[0].dtype if call.floating else None
     if "attention" not in call.name or "backward" in call.name or i == 0 or narrow not in NARROW:
@@ -161,5 +162,5 @@ def _resolution(call: Call, i: int) -> float:
 
 
 def _rounded(twins: Sequence[Any], i: int, dtype: torch.dtype) -> list[np.ndarray]:
-    """Round the twin of a result to its dtype, in a list; an empty list where there is none."""
+    """Return a list with the twin of a result, rounded to the result's dtype; [] if there is no twin."""
     return [rounded(twins[i], dtype)] if i < len(twins) and twins[i] is not None else []

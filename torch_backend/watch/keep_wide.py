@@ -1,9 +1,9 @@
-"""Keep FP64 where a module requests less, and find where that is.
+"""Keep FP64 where a module requests a narrower dtype, and record the place.
 
-A module may hard-code a dtype: `logits.float()` before the loss, a table in bf16. In a truth that would be a rounding
-of the module's own. `KeepWide` sees every operation below autograd, gives it FP64 where it requests a narrower float,
-and notes the module that did. An operation that returns a narrower float all the same is noted as well: its result
-is no FP64 truth. (Autocast leaves FP64 alone: at::autocast::cached_cast.)
+A module may hard-code a dtype: `logits.float()` before the loss, or a table in bf16. In the FP64 copy this would be a
+rounding. `KeepWide` intercepts every operation below autograd. If an operation requests a narrower floating-point
+dtype, it gets FP64, and the module is recorded. If an operation returns a narrower dtype nevertheless, this is recorded
+too: its result is not an FP64 truth. (Autocast does not cast FP64: at::autocast::cached_cast.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Asked = tuple[str, str, torch.dtype]
 
 
 class KeepWide(TorchDispatchMode):
-    """A mode that computes in FP64 where operations request less.
+    """A mode that computes in FP64 where operations request a narrower dtype.
 
-    asked: where a module did. lost: where FP64 went narrow all the same.
+    where: returns the name of the module that is running. asked: requests for a narrower dtype. lost: operations that
+    read FP64 and returned a narrower dtype nevertheless.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -36,12 +37,12 @@ class KeepWide(TorchDispatchMode):
         self.lost: dict[Asked, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
+        """Run one operation, with FP64 in place of a narrower dtype."""
         kwargs = dict(kwargs or {})
         wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves((args, kwargs)))
         dtype = kwargs.get("dtype")
         if dtype in NARROW:
-            # A factory that requests FP32 gets FP64 without a note: it is the default dtype's other name.
+            # A factory function that requests FP32 gets FP64 without a record: FP32 is torch's default dtype.
             if wide or dtype != torch.float32:
                 self.asked[(self.where(), _name(func), dtype)] = None
             kwargs["dtype"] = torch.float64
@@ -54,14 +55,14 @@ class KeepWide(TorchDispatchMode):
 
 
 def _name(func: Any) -> str:
-    """Return `to` for aten._to_copy, else the operation's own name."""
+    """Return the name of an operation; `to` for aten._to_copy."""
     name = str(func.overloadpacket.__name__)
     return {"_to_copy": "to"}.get(name, name)
 
 
 @contextmanager
 def places(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """Yield a function that names the innermost module whose forward is running."""
+    """Yield a function that returns the name of the innermost module whose forward is running."""
     stack: list[str] = []
     handles: list[Any] = []
     for name, module in model.named_modules():
@@ -83,6 +84,6 @@ def places(model: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def in_words(asked: dict[Asked, None]) -> str:
-    """Return `blocks.0.norm: to (float32)` and the like, up to five places."""
+    """List up to five places, such as `blocks.0.norm: to (float32)`, and the number of the others."""
     items = [f"{where}: {name} ({str(dtype).rpartition('.')[2]})" for where, name, dtype in asked]
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -1,8 +1,8 @@
-"""Run the user's own module once more, where it trains, and leave everything of the user's as it was.
+"""Run the user's own module again on its own device, and restore its state afterwards.
 
-Kernels, autocast, patched functions and hooks are those of the training. `torch.autograd.grad` makes the gradients:
-nothing is accumulated into `.grad`, and hooks behind accumulation (DistributedDataParallel's, an optimizer's in the
-backward pass) do not run. Random states, buffers, parameters and attributes of modules are put back.
+Kernels, autocast, patched functions and hooks are those of the training. `torch.autograd.grad` computes the gradients:
+it does not accumulate into `.grad`, and hooks after accumulation (DistributedDataParallel's, an optimizer's in the
+backward pass) do not run. Random states, buffers, parameters and attributes of modules are restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.core.parity.watch.snapshot import plain_name
 
 @contextmanager
 def borrowed(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Compute eagerly, with gradients, under autocast where it is declared; then all is as before."""
+    """Run the context eagerly, with gradients, and under autocast for bf16; restore the module's state afterwards."""
     devices = {p.device.type for p in model.parameters()}
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     narrow = precision == "bf16" and dtypes == {torch.float32}
@@ -44,7 +44,7 @@ def borrowed(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers that were written, and attributes of modules that were replaced."""
+    """Restore buffers and tensor attributes that were written, and attributes of modules that were replaced."""
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     tensors = [(x, x.detach().clone()) for x in _written_often(model)]
     try:
@@ -71,18 +71,18 @@ def _written_often(model: nn.Module) -> Iterator[Tensor]:
 
 
 def restore_parameters(model: nn.Module, params: Arrays) -> None:
-    """Write the values of parameters back that a forward changed: by the names and copies of a check."""
+    """Restore parameters that a forward pass changed. params: plain name → value before."""
     for name, p in model.named_parameters():
         _restore(p, torch.from_numpy(params[plain_name(name)]).to(p.dtype))
 
 
 def _restore(x: Tensor, kept: Tensor) -> None:
-    """Write into a tensor if its numbers are others. Its version does not tell: batch_norm writes past it."""
+    """Restore a tensor if its values have changed. Its version counter is no sign: batch_norm does not update it."""
     if not torch.equal(x.detach(), kept.to(x.device)):
         x.data.copy_(kept)
 
 
 def gradients(loss: Any, model: nn.Module) -> None:
-    """Run the backward pass of a loss, and drop the gradients."""
+    """Run the backward pass of a loss, and discard the gradients."""
     leaves = [p for p in model.parameters() if p.requires_grad]
     torch.autograd.grad(loss, leaves, allow_unused=True)

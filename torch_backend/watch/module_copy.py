@@ -1,7 +1,7 @@
-"""A copy of a user's module on the CPU, in FP64 or in its own dtypes, at given weights.
+"""A copy of a user's module on the CPU, in FP64 or in its own dtypes, with given weights.
 
-`copy.deepcopy` makes it. Parameters, buffers and tensors that are attributes are put into its memo first, each already
-on the CPU and in the dtype that is meant: an accelerator's memory is not touched, and tied weights stay tied.
+`copy.deepcopy` makes the copy. Its memo first receives parameters, buffers and tensor attributes, each already on the
+CPU and in the right dtype. So the copy uses no memory of an accelerator, and tied weights stay tied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLICATED = ("DistributedDataParallel", "DataParallel")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside torch.compile's and DistributedDataParallel's. Raises UserError for FSDP1."""
+    """Return the user's module inside wrappers of torch.compile and data parallelism. Raises UserError for FSDP1."""
     while True:
         kind = type(model).__name__
         if kind == COMPILED:
@@ -41,7 +41,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def ranks_of(model: Any) -> int:
-    """Return how many ranks' gradients DistributedDataParallel averages; 1 without it."""
+    """Return the number of ranks over which DistributedDataParallel averages gradients; 1 without it."""
     while type(model).__name__ == COMPILED:
         model = model._orig_mod
     group = getattr(model, "process_group", None) if type(model).__name__ == REPLICATED[0] else None
@@ -55,10 +55,10 @@ def copied(
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     as_read: Collection[str] = (),
 ) -> nn.Module:
-    """Copy the user's own module at these values of its parameters, by name.
+    """Copy the user's module to the CPU, with these values of its parameters, by name.
 
-    dtype: of all floating tensors; None keeps each its own, but for parameters whose dtype stands in `dtypes`. as_read:
-    parameters that are neither widened nor copied. Raises UserError for what cannot be copied.
+    dtype: the dtype of all floating-point tensors; None keeps their own. dtypes: exceptions for parameters, if `dtype`
+    is None. as_read: parameters that use the memory and dtype of `values`. Raises UserError if a part cannot be copied.
     """
     own = unwrapped(model)
     memo: dict[int, Any] = {}
@@ -90,10 +90,10 @@ def copied(
 
 
 def _without_wrapper(name: str, module: nn.Module) -> None:
-    """Take off a `forward` that was put on the instance: a function there would run the original module.
+    """Remove a `forward` that was set on the instance: in the copy it would still run the original module.
 
-    accelerate's is taken off, for what it adds is autocast, and torchtitan's, which moves tensors over ranks around its
-    class's own. Raises UserError for others.
+    accelerate's is removed, because it only adds autocast. torchtitan's is removed, because it only redistributes
+    tensors over ranks. Raises UserError for others.
     """
     forward = module.__dict__.get("forward")
     if forward is None or isinstance(forward, types.MethodType):
@@ -109,7 +109,7 @@ def _without_wrapper(name: str, module: nn.Module) -> None:
 
 
 def hooked(model: nn.Module) -> list[str]:
-    """Return parameters with hooks of their own on the gradient, which their copies lack."""
+    """Return the names of parameters with hooks on their gradients; copies do not have these hooks."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [
         plain_name(name) for name, p in unwrapped(model).named_parameters() if any(getattr(p, k, None) for k in kinds)

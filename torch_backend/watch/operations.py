@@ -1,8 +1,8 @@
-"""The operations of a step, forward and backward, each from its own inputs: `watch(..., operations=True)`.
+"""Judge the operations of a step, forward and backward, each from its own inputs: `watch(..., operations=True)`.
 
-The user's loss runs once more on the user's own module, as live.py has it, and a dispatch mode sees each ATen operation
-below autograd and autocast. A check judges some, in turn (core/parity/watch/turns.py), at once and one at a time: kept
-is nothing but numbers. docs/guide/watch.md is the page for users.
+The user's loss runs again on the user's own module (live.py), and a dispatch mode intercepts each ATen operation below
+autograd and autocast. A check judges some of them, in turn (core/parity/watch/turns.py). Each is judged as it runs, and
+no tensors are kept. docs/guide/watch.md is the page for users.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.torch_backend.watch.recorder import Casts, Recorder
 
 log = logging.getLogger("lockstep.watch")
 
-# Operations a check, where the user gives no number.
+# Default number of operations per check.
 COUNT = 200
 
 ONCE_MORE = (
@@ -47,7 +47,10 @@ IN_ONE_PIECE = "operations: a custom autograd.Function whose backward is wrong i
 
 @dataclass
 class _Found:
-    """The broken findings, and for each operation and phase the one nearest to its bound."""
+    """The findings beyond a bound, and for each operation and phase the finding nearest to its bound.
+
+    ways: counts by way of computing the truth. unjudged: counts by reason. judged: number of operations.
+    """
 
     broken: list[Finding] = field(default_factory=list)
     nearest: dict[tuple[str, str], Finding] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class _Found:
 
 
 class Operations:
-    """A judge of `count` operations a check, all in turn."""
+    """A judge of `count` operations per check; later checks judge the others."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model, self._turns = model, Turns(count)
@@ -75,12 +78,12 @@ class Operations:
     def observe(self, loss: Callable[[], Any], params: Arrays, precision: Precision, uncovered: Uncovered) -> Observed:
         """Run the loss on the live module, and judge operations of it.
 
-        loss: runs it. params: the module's parameters by name, for one whose forward writes them. Raises UserError if
-        none of the operations could be judged.
+        loss: runs the loss. params: values of the module's parameters by name, to restore those that its forward
+        changes. Raises UserError if no operation could be judged.
         """
         started, found = time.perf_counter(), _Found()
         if not self._turns.kinds:
-            # Which operations there are is known after a first pass, which judges nothing.
+            # A first pass lists the operations and judges none.
             self._turns.see(self._run(loss, params, precision, _Found(), set(), uncovered).kinds)
         recorder = self._run(loss, params, precision, found, self._turns.wanted(), uncovered)
         self._turns.see(recorder.kinds)
@@ -99,7 +102,7 @@ class Operations:
         self, loss: Callable[[], Any], params: Arrays, precision: Precision, found: _Found, wanted: set[int],
         uncovered: Uncovered,
     ) -> Recorder:  # fmt: skip
-        """Run forward and backward once, and judge the operations at the wanted places."""
+        """Run forward and backward once, and judge the operations whose numbers are in `wanted`."""
         model, places = self._model, Places()
 
         def judge(place: int, call: Call, results: list[Any], where: Place, stage: str, note: str) -> None:
@@ -147,7 +150,7 @@ class Operations:
         return recorder
 
     def _unread(self, recorder: Recorder) -> Finding:
-        """Compare the parameters of the modules that ran with those that operations read."""
+        """Return a finding of parameters that no operation has read, of modules that ran."""
         names: list[str] = []
         size = 0
         for name, module in self._model.named_modules():

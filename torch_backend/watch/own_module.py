@@ -1,7 +1,8 @@
-"""The user's own module as the reference of `watch`: truth in FP64, eager, on the CPU; twin as it trains.
+"""The user's own module as the reference of `watch`.
 
-The two differ in what rounds alone. A check therefore finds what kernels, the compiler, autocast, accumulation,
-clipping, the optimizer and ranks do. A module that computes something other than its author intended is not found.
+The truth is a copy in FP64, eager and on the CPU. The twin is a copy in the training dtypes. The two differ only in
+rounding. A check therefore finds errors of kernels, the compiler, autocast, accumulation, clipping, the optimizer and
+ranks. It cannot find an error in the module itself.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ log = logging.getLogger("lockstep.watch")
 Loss = Callable[[Any, Any], Any]
 
 OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
-# Activations may take all memory except this many bytes.
+# Bytes of memory that activations must leave free.
 LEAST_FREE = 2**30
-# Free memory is read each time autograd has kept this many bytes more.
+# Free memory is measured each time autograd has saved this many more bytes.
 LOOK_EVERY = 2**26
-# A truth whose own rounding is this much finer than the candidate's is as good as exact: its part of a ratio is 1 %.
+# A truth whose rounding is finer than the candidate's by this factor counts as exact: it changes a ratio by 1 %.
 FINER = 100.0
 
 
@@ -54,21 +55,18 @@ class OwnModule:
     own = True
 
     def __init__(self, model: nn.Module, loss: Loss, accumulate: Accumulate, operations: int = 0) -> None:
-        """Make the reference from the module itself.
-
-        operations: how many operations a check judges by themselves; 0 for none.
-        """
+        """Make a reference from the module. operations: number of single operations that a check judges."""
         self._model, self._loss, self._accumulate = model, loss, accumulate
         self.casts, self.divisor = casts_of(unwrapped(model)), 1.0
         self._told: set[str] = set()
-        self._whole = False  # a truth by blocks failed once
+        self._whole = False  # True after a truth by blocks failed
         self._operations = Operations(unwrapped(model), operations) if operations else None
         self._observed = 0
 
     def observe(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> Observed | None:
-        """Judge single operations of the module itself, where `operations=` asked for it: of one micro-batch, in turn.
+        """Judge single operations of the module, on one micro-batch per check, in turn; None without `operations=`.
 
-        Raises UserError for a batch or a loss that cannot be had.
+        Raises UserError for an invalid batch or loss, and if no operation could be judged.
         """
         if self._operations is None:
             return None
@@ -76,13 +74,13 @@ class OwnModule:
         parts = parts_of(batch, batch, self._accumulate, 1.0).batches
         part = parts[self._observed % len(parts)]
         self._observed += 1
-        # A loss function may write into its batch.
+        # The copy protects the batch from a loss function that writes into it.
         return self._operations.observe(lambda: self._loss(own, copied_batch(part)), params, precision, uncovered)
 
     def answers(self, params: Arrays, batch: Any, precision: Precision, uncovered: Uncovered) -> tuple[Answer, Answer]:
-        """Return truth and twin at these parameters; under fp64 the truth is both.
+        """Return the truth and the twin at these parameters; under fp64 the truth is both.
 
-        Raises UserError for a module that cannot be copied, does not fit into memory or draws random numbers.
+        Raises UserError if the module cannot be copied, does not fit into memory or draws random numbers.
         """
         uncovered.append(OUT_OF_SIGHT)
         if (ranks := ranks_of(self._model)) > 1 and self._accumulate is None and not isinstance(batch, Gathered):
@@ -113,7 +111,7 @@ class OwnModule:
             except Exception as error:
                 if not narrow:
                     raise
-                # A block may read its weights in another way than by attribute.
+                # Computation by blocks fails if a block does not read its weights by attribute. Compute the whole.
                 log.debug("watch: the truth is computed whole: %s", reason(error), exc_info=True)
                 self._whole, narrow = True, frozenset()
                 model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)
@@ -140,7 +138,7 @@ class OwnModule:
     def _wide(
         self, params: Arrays, wide_batch: Any, batch: Any, narrow: frozenset[str]
     ) -> tuple[nn.Module, KeepWide, Answer, bool]:
-        """Run a copy in FP64. narrow: parameters that its blocks widen by themselves (segments.py)."""
+        """Run a copy in FP64. narrow: parameters that are widened block by block (segments.py)."""
         model = copied(self._model, params, torch.float64, as_read=narrow)
         sink = by_blocks(model, narrow)
         with places(model) as where, KeepWide(where) as mode:
@@ -150,7 +148,7 @@ class OwnModule:
         return model, mode, answer, drawn
 
     def _same_again(self, params: Arrays, wide_batch: Any, batch: Any, first: Answer) -> bool:
-        """Return whether the random numbers that come next give the same bits: they are drawn, and do nothing."""
+        """Run again with other random numbers, and return whether the bits are the same: then they have no effect."""
         again = self._wide(params, wide_batch, batch, frozenset())[2]
         same = (np.array_equal(first.grads[name], again.grads[name], equal_nan=True) for name in first.grads)
         return first.loss == again.loss and all(same)
@@ -160,8 +158,8 @@ class OwnModule:
     ) -> tuple[Answer, bool]:
         """Return loss and gradients of a step, and whether random numbers were drawn.
 
-        given: the batch as the user has it. casts: those of FSDP that the copy computes with. sink: where blocks put
-        gradients that they widen.
+        batch: the batch for the copy. given: the user's batch. casts: FSDP's casts that the copy makes. sink: the
+        gradients of parameters that are widened block by block.
         """
         parts = parts_of(batch, given, self._accumulate, self.divisor)
         total, outputs, before = 0.0, dict[str, np.ndarray](), _random_state()
@@ -185,7 +183,7 @@ class OwnModule:
         return Answer(total, sums.gradients(sink or {}), outputs if alone else {}), drawn
 
     def _look_at(self, value: Tensor, model: nn.Module) -> None:
-        """Raise UserError unless a backward pass reaches the copy, and nothing of the user's."""
+        """Raise UserError unless the loss depends on the copy's parameters, and on none of the user's module."""
         leaves = _leaves(value)
         if leaves & {id(p) for p in unwrapped(self._model).parameters()}:
             raise UserError("loss= computes with the model that trains, in place of the module that it is given")
@@ -194,7 +192,7 @@ class OwnModule:
 
 
 def _leaves(value: Tensor) -> set[int]:
-    """Collect the ids of the tensors into which a backward pass from here would write gradients."""
+    """Return the ids of the tensors that would receive gradients in a backward pass from `value`."""
     found, seen, todo = set[int](), set[Any](), [value.grad_fn]
     while todo:
         node = todo.pop()
@@ -224,7 +222,7 @@ class _Room:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Compute eagerly, with gradients and without autocast, and leave every random state as it is."""
+    """Run the context eagerly on the CPU, with gradients and without autocast; restore every random state."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with ExitStack() as stack:
@@ -242,7 +240,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """Compute as the truth does: FP64 by default, and attention by its formula."""
+    """Run the context like the truth: FP64 as default dtype, and attention by the math kernel."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -254,7 +252,7 @@ def in_fp64() -> Iterator[None]:
 
 @contextmanager
 def as_it_trains(precision: Precision, model: nn.Module, casts: Casts) -> Iterator[None]:
-    """Compute as the candidate declares: under autocast where it is bf16, with weights in FP32 that FSDP leaves so."""
+    """Run the context in the declared precision: autocast for bf16 over FP32 weights, unless FSDP casts them."""
     dtypes = {p.dtype for p in unwrapped(model).parameters() if p.is_floating_point()}
     with (
         undisturbed(),
@@ -264,7 +262,7 @@ def as_it_trains(precision: Precision, model: nn.Module, casts: Casts) -> Iterat
 
 
 def _random_state() -> tuple[Any, ...]:
-    """Return everything that a module may draw from, as values that compare."""
+    """Return the states of the random number generators that a module may use, for comparison."""
     numpy: Mapping[str, Any] = np.random.get_state(legacy=False)
     return (
         torch.get_rng_state().numpy().tobytes(),
@@ -275,7 +273,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def dropouts(model: nn.Module) -> str:
-    """List, in words, the modules that are named dropout and are on."""
+    """List the modules in training mode with a probability `p` > 0, as text for a message; "" if there are none."""
     found = [
         f"{name} (p={p:g})"
         for name, module in model.named_modules()
@@ -285,5 +283,5 @@ def dropouts(model: nn.Module) -> str:
 
 
 def _changed(model: nn.Module) -> list[str]:
-    """List the buffers that were written since the copy was made."""
+    """List the buffers that were changed since the copy was made."""
     return [name for name, x in model.named_buffers() if x._version]

@@ -1,4 +1,4 @@
-"""The micro-batches of a step, of one rank or of all, and the sum of their gradients."""
+"""The micro-batches of a step, on one rank or on all ranks, and the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Accumulate = Literal["mean", "sum"] | Weights | None
 class Parts:
     """The micro-batches of a step, in the order in which their gradients are added.
 
-    weights, count: the step's loss is the sum of each one's times its weight, over count and over divisor. divisor:
-    what the sum over ranks is divided by, after it is made. last: whether a micro-batch is the last rank's of its
-    number.
+    The step's loss is Σ weight·loss / (count · divisor) over micro-batches. weights: one weight per micro-batch.
+    divisor: divisor of the finished sum over ranks. last: True for the last rank's micro-batch of each number.
     """
 
     batches: Sequence[Any]
@@ -35,16 +34,16 @@ class Parts:
     last: Sequence[bool]
 
     def scaled(self, loss: Tensor, i: int) -> Tensor:
-        """Scale a micro-batch's loss by its rank's weight."""
+        """Return a micro-batch's loss · weight / count."""
         loss = loss / self.count if self.count != 1 else loss
         return loss * self.weights[i] if self.weights[i] != 1 else loss
 
 
 def parts_of(batch: Any, given: Any, accumulate: Accumulate, divisor: float) -> Parts:
-    """Take a step apart.
+    """Split a step into its micro-batches.
 
-    batch: as the copy computes with it. given: as the user has it. divisor: what the sum over ranks is divided by,
-    where the batches of all were gathered. Raises UserError for what is no list of micro-batches.
+    batch: the batch for the copy. given: the user's batch, for a function `accumulate`. divisor: divisor of the sum
+    over ranks, if the batches of all ranks were gathered. Raises UserError if a list of micro-batches is missing.
     """
     if not isinstance(batch, Gathered):
         if accumulate is None:
@@ -60,7 +59,7 @@ def parts_of(batch: Any, given: Any, accumulate: Accumulate, divisor: float) -> 
     weighed = dict(zip(flat, _weights(accumulate, users, len(flat)), strict=True))
     order = sorted(flat)
     last = [k + 1 == len(order) or order[k + 1][0] != i for k, (i, _) in enumerate(order)]
-    # A rank's own loss is such that the sum over ranks, divided, is the step's.
+    # The step's loss is the sum over ranks / divisor, so weights of a sum are multiplied by the divisor.
     scale = 1.0 if accumulate in (None, "mean") else divisor
     count = len(flat) / divisor if accumulate in (None, "mean") else 1
     return Parts([lists[r][i] for i, r in order], [weighed[one] * scale for one in order], count, divisor, last)
@@ -79,7 +78,7 @@ def _weights(accumulate: Accumulate, given: Any, count: int) -> list[float]:
 
 
 class Sums:
-    """The gradients of a copy, added over micro-batches: in `.grad`, or where FSDP casts as FSDP adds them."""
+    """The gradients of a copy, summed over micro-batches: in `.grad`, or with FSDP's casts as FSDP sums them."""
 
     def __init__(self, model: nn.Module, casts: Casts, divisor: float) -> None:
         self._params = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
@@ -88,7 +87,7 @@ class Sums:
         self._total: dict[str, Tensor] = {}
 
     def after_part(self, last: bool) -> None:
-        """Add what a backward pass left. last: it was the last rank's of this micro-batch."""
+        """Add the gradients of one backward pass. last: it was the last rank's micro-batch of this number."""
         if not self._casts:
             return
         for name, p in self._params.items():
@@ -104,11 +103,14 @@ class Sums:
             self._of_ranks = {}
 
     def _kept(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter's gradient where it trains."""
+        """Return the dtype of a parameter's gradient in training."""
         return self._casts.kept.get(name, self._params[name].dtype)
 
     def gradients(self, elsewhere: dict[str, Tensor]) -> dict[str, np.ndarray]:
-        """Return the step's gradients, zeros where none came. elsewhere: those in no `.grad`; it is emptied."""
+        """Return the step's gradients, zeros for parameters without one.
+
+        elsewhere: gradients that are not in `.grad`, by name; they are removed from it.
+        """
         found = {}
         for name, p in self._params.items():
             if self._casts:

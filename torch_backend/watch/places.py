@@ -1,7 +1,7 @@
-"""The place of an operation: its module and the user's line; in the backward pass, those of its forward operation.
+"""The place of an operation: its module and the user's line; in the backward pass, those of the forward operation.
 
-autograd numbers its nodes: the operation that runs has made the last one, or none. A node's number leads back to where
-it was made, when the node runs in the backward pass.
+autograd numbers its nodes in order. In the forward pass, the place of each operation is stored under the number of the
+last node. When a node runs in the backward pass, its number gives the place of its forward operation.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.core.parity.watch.snapshot import plain_name
 
 OUTSIDE = "the loss function"
-# Frames in these folders are not the user's: torch, and Lockstep's own around the user's functions.
+# Frames of files in these folders are not the user's: torch's, and Lockstep's.
 OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module by its path, its class, and the user's line. backward: while the backward pass runs."""
+    """The place of an operation.
+
+    module: path of the module. kind: its class. line: the user's line. backward: True in the backward pass.
+    """
 
     module: str
     kind: str
@@ -40,7 +43,7 @@ Left = Callable[[nn.Module, Any, Any], None]
 
 
 class Places:
-    """A tracker of the place of the operation that runs now."""
+    """A tracker of the place of the current operation."""
 
     def __init__(self) -> None:
         self._stack: list[tuple[str, str]] = []
@@ -48,7 +51,7 @@ class Places:
         self.ran: set[str] = set()
 
     def now(self) -> Place:
-        """Return the place of the operation that runs."""
+        """Return the place of the current operation."""
         backward = torch._C._current_graph_task_id() != -1
         if backward and not self._stack:
             node = torch._C._current_autograd_node()
@@ -57,13 +60,13 @@ class Places:
             return Place(module, kind, line, True)
         module, kind = self._stack[-1] if self._stack else (OUTSIDE, "")
         place = Place(module, kind, _line(), backward)
-        # Operations that make no node come after one that did.
+        # setdefault: later operations without a node have the same number and must not replace the place.
         self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
 
     @contextmanager
     def tracked(self, model: nn.Module, left: Left) -> Iterator[None]:
-        """Follow the modules whose forward runs. left: called with each, its arguments and its result."""
+        """Track the modules whose forward runs. left: called with (module, arguments, result) after each forward."""
         names = {id(module): plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -78,7 +81,7 @@ class Places:
 
         handles = [
             register_module_forward_pre_hook(enter),
-            # Without kwargs: when a hook with kwargs is removed, torch 2.13 leaves an entry behind.
+            # Not with_kwargs: torch 2.13 keeps an entry when such a hook is removed.
             register_module_forward_hook(leave, always_call=True),
         ]
         try:
@@ -89,7 +92,7 @@ class Places:
 
 
 def _line() -> str:
-    """Return the user's line, `modeling_gpt2.py:123`, with its path from the installed packages or from here."""
+    """Return the user's line, `modeling_gpt2.py:123`; the path is relative to site-packages or the current folder."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*OURS, "<")):
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""The ranks that train a watched model together: those of DistributedDataParallel's group, or of FSDP2's mesh.
+"""The ranks that train a watched model: those of DistributedDataParallel's group, or of FSDP2's mesh.
 
-They speak over gloo groups of their own, on the CPU: the training's collectives are not touched. Where they meet, a
-rank waits for the others for `MEETING` and no longer: one that does not come must not end the training of the rest. For
-rank 0's judgement it waits as long as that takes.
+They communicate over gloo groups of their own, on the CPU, so that the training's collectives are not affected. In a
+check, a rank waits for the others for at most `MEETING`, so that a missing rank does not end the training of the rest.
+It waits for rank 0's judgement without such a limit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lockstep.torch_backend.watch.module_copy import COMPILED, REPLICATED, unwra
 from lockstep.torch_backend.watch.sharded_module import divisor, shards
 
 How = Literal["gather", "given"]
-# Shorter than the limits of training's own collectives (10 minutes for NCCL), in which the other ranks wait meanwhile.
+# Shorter than the timeout of training's own collectives (10 minutes for NCCL), in which other ranks may wait meanwhile.
 MEETING = timedelta(minutes=5)
-# Rank 0 judges while the others wait. One that dies is noticed at once, so this ends a wait for one that hangs.
+# Timeout of the wait for rank 0's judgement. It only matters if rank 0 hangs: its death is noticed at once.
 LONGEST_WAIT = timedelta(days=1)
 
 
 def ranks_that_train(model: nn.Module, gathers: bool) -> GlooRanks | None:
     """Return the ranks of a model under DistributedDataParallel or FSDP2; None for a single rank.
 
-    With several ranks this is a collective call. Raises UserError for a layout that is not watched.
+    With several ranks this is a collective call. Raises UserError for an unsupported layout.
     """
     members, factor = _members(model)
     return GlooRanks(members, factor, gathers) if len(members) > 1 else None
@@ -64,7 +64,7 @@ def _members(model: Any) -> tuple[list[int], float]:
 
 
 def _dims_of(placements: Sequence[str]) -> tuple[int | None, ...] | None:
-    """Return the tensor axis cut over each mesh axis; None for layouts that data-parallel training does not produce."""
+    """Return the tensor axis that is sharded over each mesh axis; None for an unsupported layout."""
     kinds = [name.partition("(")[0] for name in placements]
     if kinds not in (["S"], ["Shard"], ["R", "S"], ["Replicate", "Shard"]):
         return None
@@ -72,9 +72,9 @@ def _dims_of(placements: Sequence[str]) -> tuple[int | None, ...] | None:
 
 
 class GlooRanks:
-    """Ranks of `torch.distributed`, as core/parity/watch/together.py has them. A collective call.
+    """Ranks of `torch.distributed`, for core/parity/watch/together.py. Construction is a collective call.
 
-    Raises UserError unless all of them make it within `MEETING`.
+    Raises UserError unless all ranks make the call within `MEETING`.
     """
 
     def __init__(self, members: Sequence[int], divisor: float, gathers: bool) -> None:
@@ -93,17 +93,17 @@ class GlooRanks:
         return dist.new_group(list(self.members), timeout=limit, backend="gloo", use_local_synchronization=True)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return every rank's object on rank 0, in the order of members; empty on other ranks."""
+        """Return every rank's object on rank 0, in the order of members; [] on other ranks."""
         found: list[Any] | None = [None] * len(self.members) if self.rank == 0 else None
         self._meet(lambda: dist.gather_object(mine, found, group_dst=0, group=self._meeting))
         return found or []
 
     def of_first(self, mine: Any) -> Any:
-        """Return rank 0's object."""
+        """Return rank 0's object on every rank."""
         return self._from_first(mine, self._meeting)
 
     def judged(self, mine: Any) -> Any:
-        """Return rank 0's object, however long it takes."""
+        """Return rank 0's object on every rank; wait up to `LONGEST_WAIT`."""
         return self._from_first(mine, self._judging)
 
     def _from_first(self, mine: Any, group: Any) -> Any:
@@ -112,7 +112,7 @@ class GlooRanks:
         return found[0]
 
     def _meet(self, collective: Callable[[], None]) -> None:
-        """Raise UserError where the ranks do not meet: at once, once they have failed to."""
+        """Run a collective; raise UserError if it fails, and at once in every call after a failure."""
         if self.apart:
             raise UserError(self.apart)
         try:
@@ -125,7 +125,7 @@ class GlooRanks:
             raise UserError(self.apart) from error
 
     def portable(self, batch: Any) -> Any:
-        """Copy a batch to the CPU. Raises UserError for one that cannot be sent."""
+        """Copy a batch to the CPU. Raises UserError if it cannot be serialised."""
         found = on_cpu(batch, None)
         try:
             torch.save(found, io.BytesIO())
@@ -134,7 +134,7 @@ class GlooRanks:
         return found
 
     def part(self, tensor: Any) -> Cut:
-        """Copy this rank's part of a DTensor. Raises UserError for a layout that is not watched."""
+        """Copy this rank's part of a DTensor. Raises UserError for an unsupported layout."""
         dims = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
         if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in tensor.placements):
             raise UserError(f"a tensor is cut over ranks as {tensor.placements}, which is not put together")

@@ -1,8 +1,11 @@
-"""The second computation of an operation from its own inputs: in FP64 for the truth, in FP32 for the twin, on the CPU.
+"""Recompute an operation from its own inputs on the CPU: in FP64 for the truth, in FP32 for the twin.
 
-By a formula of another framework where there is one (core/parity/watch/formulas.py), for an operation of somebody's
-own by the function that they registered, else by torch: its decomposition in Python, or, named as such, the operation's
-own kernel in FP64. A kernel has no twin: in FP32 it would be the candidate's own.
+The ways, in order of preference:
+
+- a formula in another framework (core/parity/watch/formulas.py)
+- for a custom operation, the function that the user registered
+- torch's decomposition of the operation in Python
+- the operation's own kernel in FP64; it has no twin, because in FP32 it would be the candidate's own kernel
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ log = logging.getLogger("lockstep.watch")
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
-# Arguments that say where and how a result is stored, and nothing of its numbers.
+# Arguments that set the storage of a result and do not affect its values.
 OF_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
-# Operations whose CUDA kernels round between their steps.
+# Operations whose CUDA kernels round intermediate results.
 ROUND_ON_CUDA = frozenset({"aten._softmax_backward_data"})
 BY_JAX, BY_REFERENCE = "by JAX", "by the registered reference"
 BY_DECOMPOSITION, BY_KERNEL = "by torch FP64, decomposed", "by torch FP64, the same kernel"
@@ -37,14 +40,14 @@ _references: dict[str, Callable[..., Any]] = {}
 
 
 def watch_operation(name: str, reference: Callable[..., Any]) -> None:
-    """Register a reference for an operation of one's own, for `watch(operations=True)`.
+    """Register a reference for a custom operation, for `watch(operations=True)`.
 
     Args:
-        name: as torch has it, `mylib::scale`.
-        reference: takes the operation's arguments with tensors in FP64 on the CPU, and returns its results, a tensor
-            or a tuple. It computes in the dtype of its tensors: in FP32 it is the twin.
+        name: torch's name of the operation, such as `mylib::scale`.
+        reference: a function of the operation's arguments, with tensors on the CPU, that returns its results, a tensor
+            or a tuple. It must compute in the dtype of its tensors: FP64 for the truth, FP32 for the twin.
 
-    Raises UserError for what is no operation's name, and for one of torch's own.
+    Raises UserError for an invalid name, and for an operation of torch.
     """
     library, _, own = name.partition("::")
     if not (library.isidentifier() and own.isidentifier()):
@@ -57,7 +60,7 @@ def watch_operation(name: str, reference: Callable[..., Any]) -> None:
 
 
 class NotJudged(Exception):
-    """An operation that cannot be computed again, with the reason."""
+    """An operation that cannot be recomputed, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -76,34 +79,34 @@ class Call:
 
     @property
     def floating(self) -> list[Tensor]:
-        """The floating tensors among its arguments."""
+        """The floating-point tensors among its arguments."""
         return [x for x in self.leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
     @property
     def rounds_between(self) -> bool:
-        """Return whether its kernel rounds to a narrow dtype between its steps: attention between its two products."""
+        """True if its kernel rounds intermediate results to a narrow dtype, as attention does between its products."""
         inside = "attention" in self.name or (self.name in ROUND_ON_CUDA and self.device == "cuda")
         return inside and self.floating[0].dtype in NARROW
 
     @property
     def device(self) -> str:
-        """The kind of device that its first floating tensor lies on."""
+        """The kind of device of its first floating-point tensor."""
         return self.floating[0].device.type
 
 
 class Recompute:
-    """A second computation of operations. formulas: by the name of an ATen operation."""
+    """A recomputation of operations. formulas: name of an ATen operation → its formula."""
 
     def __init__(self, formulas: Mapping[str, Formula]) -> None:
         self._formulas = formulas
         self._refused: set[str] = set()
 
     def values(self, call: Call) -> list[np.ndarray]:
-        """Return the floating inputs of a call as FP64 arrays."""
+        """Return the floating-point inputs of a call as FP64 arrays."""
         return [x.detach().to("cpu", torch.float64).numpy() for x in call.floating]
 
     def ways(self, call: Call) -> list[str]:
-        """List how a call can be computed, best first. Raises NotJudged if it cannot."""
+        """List the ways to recompute a call, best first. Raises NotJudged if there is none."""
         library, _, name = call.name.partition(".")
         if library not in ("aten", "prims"):
             if f"{library}::{name}" not in _references:
@@ -113,9 +116,10 @@ class Recompute:
         return found + ([BY_DECOMPOSITION] if call.func in decomposition_table else []) + [BY_KERNEL]
 
     def __call__(self, call: Call, values: Sequence[np.ndarray], wide: bool, way: str) -> list[np.ndarray | None]:
-        """Return the results as float64, or integers, computed in FP64 (wide) or in FP32 from these floating inputs.
+        """Return the results as float64 or integer arrays, computed from these floating-point inputs.
 
-        Raises NotJudged, or whatever the way raises that does not know these arguments.
+        wide: compute in FP64, else in FP32. way: one of `ways`. Raises NotJudged, or the error of a way that does not
+        support these arguments.
         """
         if way == BY_JAX:
             dtype = np.float64 if wide else np.float32
@@ -139,7 +143,7 @@ class Recompute:
     def _arguments(
         self, call: Call, floating: Sequence[Any], as_array: bool, dtype: torch.dtype | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call, with other floating tensors, and dtypes that do not narrow them."""
+        """Return the arguments of a call with other floating-point tensors, and with `dtype` in place of dtypes."""
         todo = iter(floating)
         kwargs = {k: v for k, v in call.kwargs.items() if not (as_array and k in OF_STORAGE)}
         leaves, tree = tree_flatten((call.args, kwargs))
@@ -148,7 +152,7 @@ class Recompute:
                 if x.is_floating_point():
                     leaves[i] = next(todo)
                 else:
-                    # In-place operations write into a copy.
+                    # Copy, because in-place operations write into their input.
                     kept = x.detach().to("cpu", copy=True)
                     leaves[i] = kept.numpy() if as_array else kept
             elif isinstance(x, torch.dtype) and x in FLOATS:
@@ -158,7 +162,7 @@ class Recompute:
         args, kwargs = tree_unflatten(leaves, tree)
         schema = getattr(call.func, "_schema", None)
         for i, argument in enumerate(schema.arguments if schema else ()):
-            # A softmax from half precision has it; there is no half precision here.
+            # Set a softmax's half_to_float to False: there are no half-precision inputs here.
             if argument.name == "half_to_float" and i < len(args):
                 args = (*args[:i], False, *args[i + 1 :])
         return tuple(args), kwargs
@@ -179,12 +183,12 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(x).to(dtype).double().numpy()
 
 
-# Operations that sum over a row, however many numbers their result has.
+# Operations that sum over a row, for any size of their result.
 OVER_ROWS = ("softmax", "norm", "logsumexp", "cumsum", "var", "std")
 
 
 def terms_of(call: Call, result: np.ndarray) -> float:
-    """Return how many numbers are summed into one number of a result, at most."""
+    """Return an upper bound of the number of terms that are summed into one element of a result."""
     name, floating = call.name.partition(".")[2], call.floating
     if not floating:
         return 1.0

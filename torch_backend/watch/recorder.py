@@ -1,4 +1,4 @@
-"""Record each operation of a step below autograd and autocast: list its kind, and hand it over in its turn."""
+"""Record each operation of a step below autograd and autocast, and pass the selected ones to a judge."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lockstep.torch_backend.watch import declared
 from lockstep.torch_backend.watch.places import Place, Places
 from lockstep.torch_backend.watch.recompute import Call
 
-# Place in the list of operations, the call, its results, where it stands, its name in findings, a note.
+# (number in the list of operations, the call, its results, its place, its name in findings, a note)
 Judge = Callable[[int, Call, list[Any], Place, str, str], None]
 
-# Operations that compute nothing: other names for the same numbers, new memory, numbers for Python.
+# Operations that compute nothing: views, and (MAKES) new memory or values for Python.
 NAMES_ONLY = frozenset(
     {
         "detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "view_as_real", "view_as_complex",
@@ -40,7 +40,7 @@ MAKES = frozenset(
 )  # fmt: skip
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-# Operations that torch.autocast keeps in FP32 (aten/src/ATen/autocast_mode.h), as they are called below it.
+# Operations that torch.autocast keeps in FP32 (aten/src/ATen/autocast_mode.h), by their names below autocast.
 KEPT_WIDE = frozenset(
     {
         "_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "native_group_norm", "nll_loss_forward",
@@ -55,8 +55,8 @@ KEPT_WIDE = frozenset(
 class Casts:
     """A detector of operations that read a narrowed copy, against the declared precision.
 
-    fp32: nothing is computed from a narrower copy. Autocast: nothing of what it keeps in FP32. The backward pass
-    mirrors the forward's casts, and is not examined.
+    every: no operation may read a narrower copy (fp32). some: the operations that autocast keeps in FP32 may not. seen:
+    number of operations examined. The backward pass mirrors the casts of the forward pass, and is not examined.
     """
 
     every: bool
@@ -67,13 +67,13 @@ class Casts:
 
     @classmethod
     def of(cls, precision: Precision, model: nn.Module) -> Casts:
-        """Build for a model under a precision. Under bf16 weights nothing is declared to be in FP32."""
+        """Build the detector for a model and a precision; with bf16 weights, no operation is declared to be in FP32."""
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         wide = dtypes == {torch.float32}
         return cls(every=precision == "fp32", some=precision == "bf16" and wide)
 
     def read(self, name: str, stage: str, tensors: list[Tensor], place: Place) -> None:
-        """Check that an operation, if it is kept wide, reads no narrowed copy."""
+        """Check that an operation that is declared to be in FP32 reads no narrowed copy."""
         if place.backward or not (self.every or (self.some and name in KEPT_WIDE)):
             return
         self.seen += 1
@@ -88,7 +88,7 @@ class Casts:
                 return
 
     def wrote(self, name: str, view: bool, tensors: list[Tensor], results: list[Tensor], place: Place) -> None:
-        """Note which results of an operation are narrowed copies."""
+        """Record which results of an operation are narrowed copies."""
         if place.backward or not (self.every or self.some):
             return
         for x in results:
@@ -100,7 +100,7 @@ class Casts:
                 self._narrowed[x] = made
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the operations that do not hold, or one finding of all that do; none if no operation was seen."""
+        """Yield a finding for each violation; without violations, one for all; nothing if no operation was seen."""
         yield from self._broken
         if self.seen and not self._broken:
             basis = "operations that the declared precision keeps wide read no narrower copy"
@@ -108,9 +108,10 @@ class Casts:
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that lists the operations that compute, and hands over those whose turn it is.
+    """A mode that lists the operations that compute, and passes those in `wanted` to `judge`.
 
-    read: addresses of the memory that forward operations read. left_out: why operations have no turn → how many.
+    kinds: the listed operations, in order. read: addresses of the memory that operations read. left_out: reason why
+    operations are not listed → their number.
     """
 
     def __init__(self, places: Places, wanted: set[int], judge: Judge, casts: Casts) -> None:
@@ -121,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self.left_out: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
+        """Run one operation, and record it."""
         kwargs = dict(kwargs or {})
         place = self.places.now()
         if not isinstance(func, OpOverload):
@@ -150,7 +151,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def left(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Record a module whose forward is done, where it is one that declares its operation."""
+        """Record a module after its forward, if its class declares an operation (declared.py)."""
         stage = declared.name_of(module)
         if not stage or torch._C._current_graph_task_id() != -1 or not isinstance(result, Tensor):
             return
@@ -174,7 +175,7 @@ class Recorder(TorchDispatchMode):
                 self.read.add(x.untyped_storage().data_ptr())
 
     def _can(self, func: Any, stage: str, tensors: list[Tensor], args: Any) -> bool:
-        """Return whether an operation can be judged at all; if not, count why."""
+        """Return whether an operation can be judged; if not, count the reason."""
         why = ""
         strange = next((x for x in tensors if type(x) not in PLAIN), None)
         if strange is not None:

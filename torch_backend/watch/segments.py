@@ -1,8 +1,8 @@
-"""Compute a large truth a block at a time: FP64 weights and activations are there for one block alone.
+"""Compute a large truth block by block: only one block at a time has FP64 weights and activations in memory.
 
-A block is a member of a ModuleList or a ModuleDict. Its weights stay in FP32, as they were read. They are widened when
-it runs, and dropped after: in the forward pass, and in the backward pass, where `torch.utils.checkpoint` computes it a
-second time. Its gradients come in FP64 and are added in FP64: the numbers are those of a copy that is held whole.
+A block is a member of a ModuleList or a ModuleDict. Its weights stay in FP32. They are widened while the block runs, in
+the forward pass and in the backward pass, in which `torch.utils.checkpoint` runs the block again. Gradients are FP64
+and are summed in FP64, so the results are those of a whole copy in FP64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.parity.watch.snapshot import plain_name
 
-# Bytes of FP64 weights in blocks from which a truth is computed a block at a time.
+# A truth is computed block by block if the FP64 weights of its blocks take at least this many bytes.
 LARGE = 2**27
 
 Sink = dict[str, Tensor]
@@ -30,15 +30,15 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not inside and name not in found:
-            # `named_children` leaves out a block that stands there twice.
+            # `named_children` would omit the second occurrence of a block.
             found |= {f"{name}.{key}" if name else key: child for key, child in module._modules.items()}
     return {name: one for name, one in found.items() if one is not None and next(one.parameters(), None) is not None}
 
 
 def kept_narrow(model: nn.Module) -> frozenset[str]:
-    """Return the parameters that blocks widen by themselves; none where that saves little.
+    """Return the names of parameters to widen block by block; empty if that saves little memory.
 
-    A parameter that stands elsewhere as well, as a tied head's does, is held in FP64.
+    A parameter that is also used outside of blocks, such as a tied head's, is kept in FP64.
     """
     blocks = blocks_of(model)
     places: dict[int, set[bool]] = {}
@@ -53,7 +53,7 @@ def kept_narrow(model: nn.Module) -> frozenset[str]:
 
 
 class _Widen(torch.autograd.Function):
-    """A parameter in FP64, whose gradient is added to a sink in FP64."""
+    """The cast of a parameter to FP64; its FP64 gradient is added to `sink`."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, name: str, sink: Sink) -> Tensor:
@@ -69,7 +69,7 @@ class _Widen(torch.autograd.Function):
 
 
 def by_blocks(model: nn.Module, narrow: frozenset[str]) -> Sink:
-    """Make a copy's blocks widen their own weights. Returns where their gradients will be, by name."""
+    """Make a copy's blocks widen their own weights. Returns a dict that will receive the gradients, by name."""
     sink: Sink = {}
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     for block in {id(block): block for block in blocks_of(model).values()}.values():
@@ -95,7 +95,7 @@ def _in_checkpoint(
 
 
 def _fresh(given: Any) -> Any:
-    """Copy a cache of keys and values (transformers') that a block may write to each time it is computed."""
+    """Copy a key-value cache of transformers, because a block may write to it each time it runs."""
     if not type(given).__name__.endswith("Cache"):
         return given
     found = copy.copy(given)
@@ -107,7 +107,10 @@ def _fresh(given: Any) -> Any:
 
 @contextmanager
 def _widened(slots: list[tuple[nn.Module, str, nn.Parameter]], names: dict[int, str], sink: Sink) -> Iterator[None]:
-    """Replace each parameter, within the block, by an FP64 attribute of the instance, which precedes `_parameters`."""
+    """Replace each parameter by an FP64 attribute of its module while the context is active.
+
+    An instance's attribute has precedence over `_parameters`.
+    """
     wide = {id(p): p for _, _, p in slots}
     wide_of = {key: _Widen.apply(p, names[key], sink) for key, p in wide.items()}
     try:

@@ -1,8 +1,8 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`) on a module: it is taken off a copy, and its casts are kept.
+"""Copies of modules under FSDP2 (`torch.distributed.fsdp.fully_shard`): without FSDP2, but with its casts.
 
-`fully_shard` gives a module another class, hooks and a state, and cuts its parameters over ranks. With a
-`MixedPrecisionPolicy`, a module computes with weights that were cast to `param_dtype`, from inputs cast alike; each
-backward pass leaves gradients in that dtype, which are added over ranks in `reduce_dtype` and kept in the weights' own.
+`fully_shard` gives a module another class, hooks and a state, and shards its parameters over ranks. Under a
+`MixedPrecisionPolicy`, weights and inputs are cast to `param_dtype`. Each backward pass computes gradients in that
+dtype. They are summed over ranks in `reduce_dtype` and stored in the dtype of the weights.
 (torch/distributed/fsdp/_fully_shard/: _fsdp_state.py, _fsdp_param.py, _fsdp_collectives.py, torch 2.13.)
 """
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from lockstep.core.parity.watch.snapshot import parameters_of
 
-# Keys of a module's attributes under which torch's composable functions keep their state, and modules of their hooks.
+# Prefix of the attributes in which torch's composable functions keep their state, and the package of their hooks.
 STATES, LIBRARY = "__composable_api", "torch.distributed"
 
 
@@ -34,7 +34,7 @@ def shards(model: nn.Module) -> bool:
 
 
 def _groups(module: Any) -> Sequence[Any]:
-    """Return FSDP's groups of parameters of a module; torch 2.11 has one at most."""
+    """Return FSDP's parameter groups of a module; torch 2.11 has at most one."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         found: Sequence[Any] = state._fsdp_param_groups
@@ -43,9 +43,9 @@ def _groups(module: Any) -> Sequence[Any]:
 
 
 def divisor(model: nn.Module, ranks: int) -> float:
-    """Return the divisor of the ranks' summed gradients: their number, unless `set_gradient_divide_factor` was called.
+    """Return the divisor of the gradients' sum over ranks: `ranks`, or the factor of `set_gradient_divide_factor`.
 
-    Several factors in one model have no common loss: their number is returned, and a check names the others' length.
+    If a model has several factors, return `ranks`; a check then reports gradients of a wrong length.
     """
     factors = {group.gradient_divide_factor for module in model.modules() if is_sharded(module)
                for group in _groups(module)}  # fmt: skip
@@ -54,9 +54,9 @@ def divisor(model: nn.Module, ranks: int) -> float:
 
 
 def put_empty(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Insert an empty module into a `copy.deepcopy`'s memo for each FSDP module, of the class before `fully_shard`.
+    """Insert an empty module into the memo of `copy.deepcopy` for each FSDP module, of its class before `fully_shard`.
 
-    `fill` gives them their attributes. In two passes, since modules may know each other in any way.
+    `fill` then copies their attributes. This takes two passes, because modules may refer to each other.
     """
     for module in modules:
         kind: Any = type(module).__mro__[type(module)._orig_cls_mro_index]  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def put_empty(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
 
 
 def fill(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Copy the attributes of FSDP's modules, without FSDP's own, to those that `put_empty` made."""
+    """Copy the attributes of FSDP modules, without those of FSDP, to the modules from `put_empty`."""
     for module in modules:
         memo[id(module)].__dict__.update(copy.deepcopy(dict(_own_attributes(module)), memo))
 
@@ -89,8 +89,8 @@ def _of_library(hook: Any) -> bool:
 class Casts:
     """The casts of FSDP's policies in a model, for a copy that computes on one rank.
 
-    weights: parameter → the dtype that it computes in. reduced: parameter → the dtype of sums over ranks. kept:
-    parameter → its own dtype, and that of its gradient. policies: module → its policy.
+    weights: parameter → dtype in computations. reduced: parameter → dtype of its gradient's sum over ranks. kept:
+    parameter → dtype of the parameter and of its stored gradient. policies: module → FSDP's policy.
     """
 
     weights: dict[str, torch.dtype] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Casts:
         return any(self.kept[name] != dtype for side in (self.weights, self.reduced) for name, dtype in side.items())
 
     def put_on(self, model: nn.Module) -> None:
-        """Cast inputs and outputs of a copy's modules as FSDP does."""
+        """Register hooks that cast inputs and outputs of a copy's modules as FSDP does."""
         for name, policy in self.policies.items():
             module = model.get_submodule(name)
             if policy.cast_forward_inputs and policy.param_dtype:
@@ -115,7 +115,7 @@ NO_CASTS = Casts()
 
 
 def casts_of(model: nn.Module) -> Casts:
-    """Return the casts that FSDP makes in a model; none without a policy."""
+    """Return the casts that FSDP makes in a model; `NO_CASTS` without FSDP."""
     found = Casts()
     names = {id(p): name for name, p in parameters_of(model).items()}
     for name, module in model.named_modules():

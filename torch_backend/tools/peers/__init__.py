@@ -1,1 +1,1 @@
-"""Peers of `lockstep bench peers`: the same step, written as others write it."""
+"""Contenders of `lockstep bench peers` and `bench data`: the same work in other trainers' code."""

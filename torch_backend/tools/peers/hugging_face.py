@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with its LlamaForCausalLM, of the same shapes and weights."""
+"""Hugging Face's Trainer with LlamaForCausalLM, with the same shapes and weights as Lockstep's model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(race: Race) -> Any:
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The race's sequences as a data set, repeated without end."""
+    """The race's sequences as a data set, repeated endlessly."""
 
     def __init__(self, race: Race) -> None:
         self._rows = [
@@ -42,7 +42,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self._rows[index % len(self._rows)]
-        # The labels are the tokens themselves, of which the loss drops the first; ours are shifted already.
+        # transformers shifts `labels` by itself; our targets are already shifted.
         return {**row, "shift_labels": row["labels"]}
 
 
@@ -64,7 +64,7 @@ def run(race: Race, turn: Turn) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     class Timed(Trainer):  # type: ignore[misc, unused-ignore]
-        """A Trainer that keeps the loss of a step."""
+        """A Trainer that stores the loss of a step."""
 
         found = 0.0
 
@@ -74,7 +74,7 @@ def run(race: Race, turn: Turn) -> None:
             return loss
 
     class Turns(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """A callback that waits where a step ends."""
+        """A callback that waits for the next turn at the end of a step."""
 
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
             turn(None)

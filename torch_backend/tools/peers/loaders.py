@@ -1,6 +1,6 @@
-"""Peers of `lockstep bench data`: batches as other trainers make them. core/bench/loaders.py has what they share.
+"""Contenders of `lockstep bench data`: loaders as in other trainers. core/bench/loaders.py has their shared code.
 
-The tokens are a file of uint16 and nothing else, as nanoGPT prepares them.
+Tokens are a file of uint16 numbers without a header, as nanoGPT prepares them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ WORKERS, PREFETCH = 8, 4
 
 
 class NanoGPT:
-    """`get_batch` as nanoGPT's train.py has it (github.com/karpathy/nanoGPT, MIT; Karpathy 2022).
+    """`get_batch` of nanoGPT's train.py (github.com/karpathy/nanoGPT, MIT; Karpathy 2022).
 
-    The file is mapped anew for each batch, lest what was read stay in memory; starts are drawn independently, so that
-    an epoch repeats some tokens and leaves others out; rows are int64.
+    The file is mapped again for each batch, so that pages that were read do not stay in memory. Starts are drawn
+    independently, so an epoch repeats some tokens and omits others. Rows are int64.
     """
 
     def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0) -> None:
@@ -43,7 +43,7 @@ class NanoGPT:
 
 
 class Slices:
-    """Slices of a file that is mapped once, in NumPy alone: about the least that makes inputs and targets."""
+    """Slices of a file that is mapped once, with NumPy only: nearly the least work for inputs and targets."""
 
     def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0) -> None:
         self._data: NDArray[np.uint16] = np.asarray(np.memmap(folder / RAW_NAME, dtype=np.uint16, mode="r"))
@@ -62,7 +62,7 @@ class Slices:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The consecutive windows of the mapped file, int64 each."""
+    """The consecutive windows of the mapped file, int64."""
 
     def __init__(self, path: Path, length: int) -> None:
         self._data: NDArray[np.uint16] = np.asarray(np.memmap(path, dtype=np.uint16, mode="r"))
@@ -78,7 +78,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Drawn(Sampler[int]):
-    """`count` of `among` samples, drawn independently; torch's own shuffle begins with a permutation of all."""
+    """`count` indices below `among`, drawn independently; torch's own sampler would first permute all indices."""
 
     def __init__(self, among: int) -> None:
         self.among, self.count = among, 0
@@ -91,9 +91,9 @@ class Drawn(Sampler[int]):
 
 
 class TorchLoader:
-    """torch's DataLoader with 8 worker processes, 4 batches ahead in each.
+    """torch's DataLoader with 8 worker processes, each 4 batches ahead.
 
-    Each call is a short epoch of as many batches, so that no worker is busy during the turns of others.
+    Each call is an epoch of the requested number of batches, so that workers are idle during the turns of others.
     """
 
     def __init__(self, folder: Path, sequences: int, length: int, sample: int = 0) -> None:
@@ -109,7 +109,7 @@ class TorchLoader:
         )
 
     def take(self, batches: int) -> None:
-        """Take an epoch of so many batches."""
+        """Run an epoch of this many batches."""
         self._drawn.count = batches * self._sequences
         for _ in self._loader:
             pass

@@ -1,4 +1,4 @@
-"""Lockstep's own step in the race, and each rung of `lockstep bench ladder`."""
+"""Lockstep's own step as a contender of `lockstep bench peers`, and as a row of `lockstep bench ladder`."""
 
 from __future__ import annotations
 

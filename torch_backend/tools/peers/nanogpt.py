@@ -1,7 +1,7 @@
-"""A training loop as nanoGPT has it (Karpathy 2022), around a Llama in plain PyTorch; written for speed.
+"""The training loop of nanoGPT (Karpathy 2022) with a Llama in plain PyTorch, written for speed.
 
-Fused AdamW, gradients set to None, torch's own attention, RMSNorm and cross-entropy, whole logits, autocast for bf16,
-torch.compile of the model for compiled rows.
+It uses fused AdamW, sets gradients to None, and has torch's own attention, RMSNorm and cross-entropy, whole logits,
+autocast for bf16, and torch.compile of the model for compiled rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden, config.hidden, bias=config.o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within x (B, S, D) → (B, S, D)."""
+        """Map x (B, S, D) → (B, S, D)."""
         rows, length, _ = x.shape
         q = self.q_proj(x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -62,7 +62,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each on a normed residual."""
+    """Attention and SwiGLU, each after a norm and with a residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens (B, S), targets (B, S) → their mean cross-entropy."""
+    """Llama: tokens (B, S), targets (B, S) → the mean cross-entropy."""
 
     cos: Tensor
     sin: Tensor

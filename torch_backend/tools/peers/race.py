@@ -1,4 +1,4 @@
-"""Inputs of every contender of `lockstep bench peers`, and their turns."""
+"""Inputs of the contenders of `lockstep bench peers`, and their turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.model.init import init_parameters
 from lockstep.core.model.names import groups_of
 from lockstep.core.train.schedule import learning_rate
 
-# Called before each step with the loss of the one before, None before the first; returns when it is this one's turn.
+# A contender calls it before each step with the loss of the step before, or None. It returns at the contender's turn.
 Turn = Callable[[float | None], None]
 
 
@@ -27,9 +27,9 @@ class Over(Exception):
 
 @dataclass(frozen=True)
 class Race:
-    """A race.
+    """The inputs of a race.
 
-    batches: taken in turn, again and again. made: instead of them, each made when the step before is over.
+    batches: used in order, repeatedly. made: batches that replace them; each is made after the step before it.
     """
 
     config: RunConfig
@@ -37,20 +37,20 @@ class Race:
     made: Iterable[Batch] | None = None
 
     def stream(self) -> Iterator[Batch]:
-        """Yield the batches, without end."""
+        """Yield batches; those of `batches` repeat endlessly."""
         return itertools.cycle(self.batches) if self.made is None else iter(self.made)
 
     def weights(self) -> dict[str, Tensor]:
-        """Build initial weights by canonical name, float32; anew at each call, so that unused copies take no memory."""
+        """Compute the initial weights by canonical name, float32. They are not stored, so unused ones use no memory."""
         return {name: torch.from_numpy(p) for name, p in init_parameters(self.config.model, self.config.seed).items()}
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the race."""
+        """The device of the race."""
         return torch.device("cuda" if self.config.device == "cuda" else "cpu")
 
     def micro_batches(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return, by batch, tokens and targets of each micro-batch, int64 (B, S) on the device before the race."""
+        """Return, for each batch, (tokens, targets) of each micro-batch, int64 (B, S), copied to the device."""
         size = self.config.train.micro_batch_size
         return [
             [
@@ -61,7 +61,7 @@ class Race:
         ]
 
     def fused_adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-        """Return torch's fastest AdamW over the run's groups of canonical names."""
+        """Return torch's fused AdamW with the run's parameter groups. parameters: by canonical name."""
         optim, group_of = self.config.optim, groups_of(self.config.model)
         groups = [
             {
@@ -77,5 +77,5 @@ class Race:
         )
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 1."""
+        """Return the learning rate of a step, counted from 1."""
         return learning_rate(self.config.optim, step, self.config.train.steps)

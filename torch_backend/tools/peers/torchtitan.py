@@ -1,18 +1,18 @@
-"""torchtitan's Llama 3, trained by its Trainer's own `train_step`, of the same shapes and weights.
+"""torchtitan's Llama 3, trained by its Trainer's own `train_step`, with the same shapes and weights.
 
 From torchtitan 0.3 (github.com/pytorch/torchtitan, BSD): Llama3Model with the fused QKV projection and the complex
-RoPE that all its Llamas have, CrossEntropyLoss, OptimizersContainer (AdamW, fused), LRSchedulersContainer, its gradient
-clipping, its compilation of each block and of the loss, and its garbage collection every 50 steps. Where this differs
-from a run of torchtitan:
+RoPE of all its Llamas, CrossEntropyLoss, OptimizersContainer (AdamW, fused), LRSchedulersContainer, its gradient
+clipping, its compilation of each block and of the loss, and its garbage collection every 50 steps. Differences from a
+run of torchtitan:
 
-- The Trainer's constructor needs an accelerator, a tokenizer and a data loader. A subclass sets what `train_step`
-  reads.
-- bf16 is as torchtitan 0.3 has it on any number of ranks, one included: FSDP2 with its mixed-precision policy (weights
-  and activations in bf16, gradients reduced in FP32), here over a process group of one process. In FP32 that policy
-  changes nothing, and FSDP2 is left out: it costs a few percent of a step.
+- The Trainer's constructor needs an accelerator, a tokenizer and a data loader. A subclass sets the attributes that
+  `train_step` reads.
+- bf16 is that of torchtitan 0.3 for any number of ranks: FSDP2 with its mixed-precision policy (weights and activations
+  in bf16, gradients reduced in FP32), here over a process group of one process. In FP32 that policy has no effect, and
+  FSDP2 is omitted, because it costs a few percent of a step.
 - Attention is torchtitan's ScaledDotProductAttention. FlexAttention, its default, cannot train on a CPU.
-- The loss is not cut into chunks, and no activation is computed anew: both cost time to save memory.
-- RoPE is not scaled as in Llama 3.1, and the norms' ε is the run's.
+- The loss is not computed in chunks, and no activation is recomputed: both cost time to save memory.
+- RoPE is not scaled as in Llama 3.1, and the ε of norms is the run's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lockstep.core.model.groups import group_settings
 from lockstep.core.model.names import groups_of
 from lockstep.torch_backend.tools.peers.race import Race, Turn
 
-# Our names to theirs, longest first. A fused projection is loaded from and saved as its three parts.
+# Parts of our names → torchtitan's, the longest first. A fused projection is loaded and saved as its three parts.
 WORDS = {
     "attn_norm.": "attention_norm.",
     "mlp_norm.": "ffn_norm.",
@@ -49,24 +49,24 @@ WORDS = {
     "blocks.": "layers.",
     "embed.": "tok_embeddings.",
 }
-# Patterns of torchtitan's names: each separates a group's parameters from those of the groups below it.
+# Patterns of torchtitan's names, in order: the first that matches a parameter sets its group.
 PATTERNS = {"gains": r"norm\.weight$", "biases": r"\.bias$", "embedding": "tok_embeddings", "head": "lm_head"}
 
 
 def their_name(name: str) -> str:
-    """Return a canonical parameter name as Llama3Model's state dict has it."""
+    """Convert a canonical parameter name to that of Llama3Model's state dict."""
     for ours, theirs in WORDS.items():
         name = name.replace(ours, theirs)
     return name
 
 
 def in_pairs(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows (H·E, …) of each head: RoPE turns the pairs (2i, 2i + 1) here, and (i, i + E/2) in Lockstep."""
+    """Reorder the rows (H·E, …) of each head: torchtitan's RoPE rotates pairs (2i, 2i + 1), Lockstep's (i, i + E/2)."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def weights(race: Race) -> dict[str, Tensor]:
-    """Return the race's weights as Llama3Model loads them."""
+    """Return the race's weights by the names of Llama3Model's state dict."""
     model, found = race.config.model, {}
     for name, p in race.weights().items():
         heads = {"q_proj": model.heads, "k_proj": model.kv_heads}.get(name.rsplit(".", 2)[-2])
@@ -117,7 +117,7 @@ def their_config(model: ModelConfig, length: int) -> Any:
 
 
 def build_optimizers(config: RunConfig, model: nn.Module) -> Any:
-    """Return an OptimizersContainer with the run's groups."""
+    """Return an OptimizersContainer with the run's parameter groups."""
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     optim, present = config.optim, set(groups_of(config.model).values())
@@ -134,7 +134,7 @@ def build_optimizers(config: RunConfig, model: nn.Module) -> Any:
                     "weight_decay": group_settings(config, group).weight_decay,
                 },
             )
-            # The first pattern that fits decides, and matrices have none.
+            # The first pattern that matches decides. Matrices match any name, and come last.
             for group in sorted(GROUPS, key=lambda group: group not in PATTERNS)
             if group in present
         ],
@@ -142,7 +142,7 @@ def build_optimizers(config: RunConfig, model: nn.Module) -> Any:
 
 
 def build(race: Race) -> Any:
-    """Return a Trainer with all that `train_step` reads; `found` is the loss of its last step."""
+    """Return a Trainer with all attributes that `train_step` reads; `found` is the loss of its last step."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.config.configs import CompileConfig
@@ -154,7 +154,7 @@ def build(race: Race) -> Any:
     from torchtitan.trainer import Trainer
 
     config = race.config
-    # torchtitan uses CUDA where there is no accelerator.
+    # Set the device: without an accelerator, torchtitan assumes CUDA.
     parallel_dims.device_type = race.device.type
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     backend = "partial_dtensor"

@@ -1,1 +1,1 @@
-"""`watch` for the training loops of libraries: one file each, which imports its library where it is used."""
+"""`watch` for the training loops of libraries: one file each, which imports its library at the first use."""

@@ -1,4 +1,4 @@
-"""`watch_accelerate`: a loop of one's own with accelerate's `Accelerator`, its accumulation among it.
+"""`watch_accelerate`: a user's own loop with accelerate's `Accelerator`, with or without gradient accumulation.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     watcher = watch_accelerate(accelerator, model, optimizer, loss=my_loss, every=100)
@@ -10,7 +10,7 @@
                 optimizer.step()
             optimizer.zero_grad()
 
-accelerate's optimizer leaves `step` out while gradients accumulate. The block collects micro-batches until it does not.
+accelerate's optimizer skips `step` while gradients accumulate. `watcher.step` collects micro-batches until the update.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from lockstep.torch_backend.watch.own_module import Accumulate, Loss
 def watch_accelerate(
     accelerator: Any, model: Any, optimizer: Any, *, loss: Loss, accumulate: Accumulate = "mean", **settings: Any
 ) -> AccelerateWatcher:
-    """Watch what `accelerator.prepare` returned, whose gradients come from `accelerator.backward`.
+    """Watch a model and an optimizer of `accelerator.prepare`, with gradients from `accelerator.backward`.
 
     Args:
-        accelerator: of one process, or of several under DistributedDataParallel; bf16 is read off it.
-        model: as prepared.
-        optimizer: as prepared.
-        loss: `(model, batch) -> loss` of one micro-batch, as `watch` has it.
-        accumulate: how the micro-batches of a step, those of all processes, become its loss, as `watch` has it: by
-            default the mean of those that there are.
-        settings: as `watch` has them.
+        accelerator: an Accelerator of one process, or of several under DistributedDataParallel. Its bf16 setting is
+            used.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        loss: `(model, batch) -> loss` of one micro-batch, as in `watch`.
+        accumulate: how a step's loss follows from the micro-batches of all processes, as in `watch`. Default: their
+            mean.
+        settings: other settings of `watch`.
 
     Raises UserError for settings that cannot work.
     """
@@ -55,7 +56,7 @@ def watch_accelerate(
 
 
 def replicates(accelerator: Any) -> bool:
-    """Return whether an Accelerator is of one process, or wraps its model in DistributedDataParallel."""
+    """Return whether an Accelerator has one process, or wraps its model in DistributedDataParallel."""
     kind = str(accelerator.distributed_type.value)
     return accelerator.num_processes == 1 or kind.startswith("MULTI_")
 
@@ -74,9 +75,9 @@ class AccelerateWatcher(LibraryWatcher):
 
         Args:
             batch: the micro-batch.
-            loss: as `accelerator.backward` got it, which divides it by `gradient_accumulation_steps`.
+            loss: the argument of `accelerator.backward`, before its division by `gradient_accumulation_steps`.
 
-        Raises Disagreed under `on_alarm="stop"`, as `Watcher.step`.
+        Raises Disagreed under `on_alarm="stop"`, as `Watcher.step` does.
         """
         self._parts.append((batch, loss.detach() if hasattr(loss, "detach") else loss))
         if not self._accelerator.sync_gradients:

@@ -1,4 +1,4 @@
-"""A watcher of a library's loop, which may make its optimizer after the user asked for the watcher."""
+"""A watcher of a library's loop, which may create its optimizer after the user created the watcher."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NOT_BEGUN = "could_not in 0 checks; training has not begun"
 
 
 class LibraryWatcher:
-    """The watcher of the run that began last: `verdict`, `headline`, `checks`, `to_json()` are its own."""
+    """A watcher that is complete when training begins; its results are those of the last run that began."""
 
     def __init__(self, watcher: Watcher | None = None) -> None:
         self.watcher = watcher
 
     @property
     def verdict(self) -> Outcome:
-        """The verdict of `Watcher.verdict`; `could_not` before training."""
+        """The value of `Watcher.verdict`; `could_not` before training."""
         return self.watcher.verdict if self.watcher else "could_not"
 
     @property
     def headline(self) -> str:
-        """The line of `Watcher.headline`."""
+        """The value of `Watcher.headline`."""
         return self.watcher.headline if self.watcher else NOT_BEGUN
 
     @property
@@ -45,7 +45,7 @@ class LibraryWatcher:
 
 
 def replace_on(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method on this object alone. Returns a function that restores it."""
+    """Replace a method on one object, not on its class. Returns a function that restores it."""
     stood = vars(owner).get(name)
     setattr(owner, name, method)
 

@@ -1,13 +1,13 @@
-"""`watch_lightning`: Lightning's automatic optimisation against a copy of the LightningModule's own `training_step`.
+"""`watch_lightning`: check Lightning's automatic optimisation with a copy of the LightningModule's `training_step`.
 
     watcher = watch_lightning(every=100)
     trainer = L.Trainer(callbacks=[watcher])
     trainer.fit(module, loader)
     print(watcher)
 
-Lightning runs forward and backward inside `optimizer.step(closure)`, and clips there. The module's `optimizer_step` is
-replaced on the instance while it trains, by one with the watcher around the original; `on_before_optimizer_step` is
-where gradients are complete and not yet clipped.
+Lightning runs forward and backward inside `optimizer.step(closure)`, and clips there. During training, the module's
+`optimizer_step` is replaced on the instance by one that calls the original inside `watcher.step`. At
+`on_before_optimizer_step`, gradients are complete and not yet clipped.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from lockstep.torch_backend.watch.own_module import Accumulate, Loss
 def watch_lightning(*, loss: Loss | None = None, accumulate: Accumulate = "mean", **settings: Any) -> LibraryWatcher:
     """Make a callback for `lightning.Trainer` that watches its runs.
 
-    Accumulation, clipping by norm (`gradient_clip_val`) and bf16 are read off the trainer.
+    It uses the trainer's settings of accumulation, clipping by norm (`gradient_clip_val`) and bf16.
 
     Args:
-        loss: `(module, batch) -> loss` in place of the module's `training_step`: of one micro-batch.
-        accumulate: how the micro-batches of a step become its loss, as `watch` has it: by default the mean of those
-            that there are.
-        settings: as `watch` has them; they come before what is read off the trainer.
+        loss: `(module, batch) -> loss` of one micro-batch. Default: the module's `training_step`.
+        accumulate: how a step's loss follows from its micro-batches, as in `watch`. Default: their mean.
+        settings: other settings of `watch`; they override the trainer's.
 
-    Raises UserError without Lightning, and where training begins for settings that cannot work and a trainer that
-    cannot be watched.
+    Raises UserError if Lightning is not installed. At the start of training, it raises UserError for settings that
+    cannot work, and for a trainer that cannot be watched.
     """
     if settings.get("operations") and loss is None:
         raise UserError(
@@ -47,13 +46,13 @@ def watch_lightning(*, loss: Loss | None = None, accumulate: Accumulate = "mean"
         raise UserError("watch_lightning needs lightning: pip install 'lockstep[lightning]'") from error
 
     class WatchLightning(Watched, Callback):
-        """The watcher, and Lightning's callback."""
+        """The watcher as a Lightning callback."""
 
     return WatchLightning(loss, accumulate, settings)
 
 
 class Watched(LibraryWatcher):
-    """The events of a run. Built by `watch_lightning`."""
+    """The handlers of a run's events. Built by `watch_lightning`."""
 
     def __init__(self, loss: Loss | None, accumulate: Accumulate, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class Watched(LibraryWatcher):
         self._put_back: Callable[[], None] | None = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Build the watcher, now that there is an optimizer, and stand around the module's `optimizer_step`."""
+        """Build the watcher, because the optimizer exists now, and wrap the module's `optimizer_step`."""
         self._restore()
         _refuse(trainer, module)
         found = {
@@ -92,11 +91,11 @@ class Watched(LibraryWatcher):
         self._parts.append((batch, batch_idx) if self._loss is None else batch)
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        """Add up the loss whose gradient is taken: Lightning has divided it by `accumulate_grad_batches`."""
+        """Add the loss to the step's total; Lightning has divided it by `accumulate_grad_batches`."""
         self._total = self._total + loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Read gradients before they are clipped."""
+        """Read the gradients before clipping."""
         if self.watcher is not None:
             self.watcher.in_closure(self._total)
 
@@ -116,11 +115,11 @@ class Watched(LibraryWatcher):
 
 
 def own_loss(module: Any, part: tuple[Any, int]) -> Any:
-    """Call the module's `training_step` with a micro-batch and its number. Returns its loss, a scalar tensor."""
+    """Call the module's `training_step` with a micro-batch and its number; return its loss, a scalar tensor."""
     batch, number = part
     takes_number = len(inspect.signature(module.training_step).parameters) > 1
     with warnings.catch_warnings():
-        # A copy of the module has no trainer, and `self.log` of such a module does nothing but warn.
+        # A copy of the module has no trainer. There, `self.log` has no effect except a warning.
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log")
         found = module.training_step(batch, number) if takes_number else module.training_step(batch)
     return found["loss"] if isinstance(found, Mapping) else found

@@ -1,13 +1,14 @@
-"""`watch_torchtitan`: torchtitan's `Trainer` against a copy of the model that it trains, and a loss stated here.
+"""`watch_torchtitan`: check torchtitan's `Trainer` with a copy of its model, and a loss that is defined here.
 
     trainer = config.build()
     watcher = watch_torchtitan(trainer, every=100)
     trainer.train()
     print(watcher)
 
-torchtitan runs forward and backward of all micro-batches, clips and steps inside `train_step`. This method is replaced
-on the trainer by one that calls the original. While it runs, `forward_backward_step` and `post_dataloading_process` are
-replaced as well, by ones that keep what they were given: after the last micro-batch, gradients are complete.
+torchtitan runs forward and backward of all micro-batches, clips and updates inside `train_step`. This method is
+replaced on the trainer by one that calls the original. During the call, `forward_backward_step` and
+`post_dataloading_process` are also replaced, by methods that keep their arguments and call the original. After the last
+micro-batch, gradients are complete.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher
 from lockstep.torch_backend.watch.api import watch
 from lockstep.torch_backend.watch.parts import Accumulate
 
-# The value of a label that is no target (torchtitan's IGNORE_INDEX).
+# The value of a label that is not a target (torchtitan's IGNORE_INDEX).
 NO_TARGET = -100
-# A copy makes these by itself: masks hold functions, and tensors of the device.
+# A copy of the model creates its own masks: masks contain functions and tensors on the device.
 MASKS = "attention_masks"
 NOT_TAKEN = ("pp_enabled", "tp_enabled", "cp_enabled", "ep_enabled")
 
@@ -39,20 +40,21 @@ Loss = Callable[[Any, Any], Any]
 def watch_torchtitan(
     trainer: Any, *, loss: Loss | None = None, accumulate: Accumulate = None, **settings: Any
 ) -> TitanWatcher:
-    """Watch the steps of a `torchtitan.trainer.Trainer`, from the next on.
+    """Watch the steps of a `torchtitan.trainer.Trainer`, beginning with the next.
 
-    Clipping (`training.max_norm`), FSDP's casts, and the optimizer's hyperparameters and schedule as its configuration
-    declares them are read off the trainer. By default the loss of a step is the sum of the cross-entropies of all
-    ranks' micro-batches over the number of their targets: labels that are not -100.
+    It uses the trainer's clipping (`training.max_norm`), FSDP's casts, and the hyperparameters and schedule in the
+    trainer's configuration. The default loss of a step is the sum of the cross-entropies of all ranks' micro-batches
+    divided by their number of targets: labels that are not -100.
 
     Args:
-        trainer: built; of one process, or of several that FSDP2 shards the model over.
-        loss: `(model, part) -> loss` in place of that one: of one micro-batch, a mapping with `input`, `labels` and the
-            model's keyword arguments.
-        accumulate: with `loss`, how micro-batches of all ranks become a step, as `watch` has it. Default: their sum.
-        settings: as `watch` has them; they come before what is read off the trainer.
+        trainer: a built trainer, of one process, or of several with a model sharded by FSDP2.
+        loss: `(model, part) -> loss` of one micro-batch; `part` is a mapping with `input`, `labels` and the model's
+            keyword arguments.
+        accumulate: with `loss`, how a step's loss follows from the micro-batches of all ranks, as in `watch`. Default:
+            their sum.
+        settings: other settings of `watch`; they override the trainer's.
 
-    Raises UserError for what cannot be watched, and settings that cannot work when the next step begins.
+    Raises UserError for a trainer that cannot be watched, and, at the next step, for settings that cannot work.
     """
     _refuse(trainer, loss)
     if loss is None:
@@ -76,7 +78,7 @@ class TitanWatcher(LibraryWatcher):
         self._put_back()
 
     def _begin(self) -> None:
-        """Build the watcher: a checkpoint may have been loaded until now."""
+        """Build the watcher. It is built at the first step, because a checkpoint may be loaded before."""
         trainer = self._trainer
         found = {
             "clip_norm": trainer.config.training.max_norm,
@@ -92,7 +94,7 @@ class TitanWatcher(LibraryWatcher):
         )
 
     def _train_step(self, data_iterator: Any) -> Any:
-        """Call the original, with the watcher around its clipping and update."""
+        """Call the original method, with its clipping and update inside `watcher.step`."""
         if self.watcher is None:
             self._begin()
         assert self.watcher is not None
@@ -121,14 +123,14 @@ class TitanWatcher(LibraryWatcher):
 
 
 def token_losses(model: Any, part: Mapping[str, Any]) -> Tensor:
-    """Sum the cross-entropies of a micro-batch: logits [rows, length, vocabulary] against labels [rows, length]."""
+    """Sum the cross-entropies of a micro-batch: logits (rows, length, vocabulary), labels (rows, length)."""
     kwargs = {name: value for name, value in part.items() if name not in ("input", "labels")}
     if takes_masks(model) and "positions" in kwargs:
         kwargs[MASKS] = model.get_attention_masks(positions=kwargs["positions"])
         for module in model.modules():
             if type(module).__name__ == "FlexAttention":
                 module.forward = attention_by_formula
-    # Where the loss applies the head chunk by chunk, the model is set to leave it out: this is a copy.
+    # With a loss that applies the head in chunks, torchtitan's model skips the head. Restore it in this copy.
     model._skip_lm_head = False
     logits: Tensor = model(part["input"], **kwargs)
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -140,9 +142,9 @@ def attention_by_formula(
     q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, scale: float | None = None,
     enable_gqa: bool = False, score_mod: Any = None, out_transform: Any = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute what torchtitan's FlexAttention does, which has no backward pass on the CPU.
+    """Compute torchtitan's FlexAttention by torch's attention call, as FlexAttention has no backward on the CPU.
 
-    [batch, length, heads, head] each. Raises UserError for a modified score and a transformed output.
+    Tensors are (batch, length, heads, head dimension). Raises UserError for a score_mod or an out_transform.
     """
     if score_mod is not None or out_transform is not None:
         raise UserError("FlexAttention with a score_mod or an out_transform is not computed on the CPU")
@@ -154,7 +156,7 @@ def attention_by_formula(
 
 
 def takes_masks(model: Any) -> bool:
-    """Return whether torchtitan's trainer makes masks for this model: FlexAttention and VarlenAttention."""
+    """Return whether torchtitan's trainer creates masks for this model, as for FlexAttention and VarlenAttention."""
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
     attention = getattr(getattr(model, "config", None), "first_attention", None)
@@ -162,15 +164,15 @@ def takes_masks(model: Any) -> bool:
 
 
 def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return weights that make sums over micro-batches the mean over the targets of all."""
+    """Return the weight of each micro-batch's sum: 1 / the number of targets of all micro-batches."""
     return [1 / sum(int((part["labels"] != NO_TARGET).sum()) for part in parts)] * len(parts)
 
 
 def declared_by(trainer: Any) -> Callable[[str, int], dict[str, Any]]:
-    """Return the hyperparameters of a parameter at a step, as the trainer's configuration declares them.
+    """Return a function from (parameter, step) to the hyperparameters that the trainer's configuration declares.
 
-    The first group whose pattern is found in a parameter's name is its own. The learning rate is that group's times the
-    schedule's factor at the step's number.
+    A parameter belongs to the first group whose pattern matches its name. The learning rate is that of the group times
+    the schedule's factor at the step.
     """
     groups = trainer.config.optimizer.param_groups
     (factor, *others) = {

@@ -1,12 +1,12 @@
-"""`watch_trainer`: transformers' `Trainer` against a copy of the module that it trains, and a loss stated here.
+"""`watch_trainer`: check transformers' `Trainer` with a copy of its module, and a loss that is defined here.
 
     trainer = Trainer(model, args, train_dataset=data)
     watcher = watch_trainer(trainer, every=100)
     trainer.train()
     print(watcher)
 
-A callback is given neither micro-batches nor gradients from before clipping. `training_step` is therefore replaced on
-the instance while it trains, by one that keeps what it was given and calls the original.
+A callback of the Trainer receives neither micro-batches nor gradients before clipping. Therefore, during training,
+`training_step` is replaced on the instance by one that keeps its arguments and calls the original.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.torch_backend.watch.adapters.library_watcher import LibraryWatcher
 from lockstep.torch_backend.watch.api import watch
 from lockstep.torch_backend.watch.own_module import Accumulate, Loss
 
-# The value of a label that is no target (transformers' convention, and the default of torch's cross_entropy).
+# The value of a label that is not a target (transformers' convention, and the default of torch's cross_entropy).
 NO_TARGET = -100
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -32,20 +32,20 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 def watch_trainer(
     trainer: Any, *, loss: Loss | None = None, accumulate: Accumulate = None, **settings: Any
 ) -> LibraryWatcher:
-    """Watch the runs of a `transformers.Trainer`, from the next `train()` on.
+    """Watch the runs of a `transformers.Trainer`, beginning with the next `train()`.
 
-    Clipping (`max_grad_norm`), bf16 autocast, and the optimizer's hyperparameters and schedule as its arguments declare
-    them are read off the trainer. By default the loss of a step is, for causal language models, the sum of the
-    cross-entropies of all its micro-batches, those of all processes, over the number of their targets: labels that
-    follow a token and are not -100.
+    It uses the trainer's clipping (`max_grad_norm`), bf16 autocast, and the hyperparameters and schedule in the
+    trainer's arguments. The default loss of a step is for causal language models: the sum of the cross-entropies of the
+    micro-batches of all processes, divided by their number of targets. Targets are labels that follow a token and are
+    not -100.
 
     Args:
-        trainer: of one process and one device, or of several processes under DistributedDataParallel.
-        loss: `(model, inputs) -> loss` in place of that one: of one micro-batch.
-        accumulate: with `loss`, how micro-batches become a step, as `watch` has it. Default: their mean.
-        settings: as `watch` has them; they come before what is read off the trainer.
+        trainer: a trainer of one process and one device, or of several processes under DistributedDataParallel.
+        loss: `(model, inputs) -> loss` of one micro-batch.
+        accumulate: with `loss`, how a step's loss follows from its micro-batches, as in `watch`. Default: their mean.
+        settings: other settings of `watch`; they override the trainer's.
 
-    Raises UserError for what cannot be watched, and settings that cannot work when training begins.
+    Raises UserError for a trainer that cannot be watched, and, when training begins, for settings that cannot work.
     """
     from transformers import TrainerCallback
 
@@ -57,7 +57,7 @@ def watch_trainer(
     watched = Watched(trainer, loss, accumulate or "mean", settings)
 
     class Watching(TrainerCallback):
-        """A callback that passes the trainer's events on."""
+        """A callback that passes the trainer's events to the watcher."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watched.begin()
@@ -89,7 +89,7 @@ class Watched(LibraryWatcher):
         self._put_back: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Build the watcher, now that there is an optimizer, and look over `training_step`."""
+        """Build the watcher, because the optimizer exists now, and wrap `training_step`."""
         self.restore()
         trainer, args = self._trainer, self._trainer.args
         found = {
@@ -119,7 +119,7 @@ class Watched(LibraryWatcher):
         self._put_back = replace_on(trainer, "training_step", training_step)
 
     def stepped(self) -> None:
-        """Judge the step, if it is checked."""
+        """Judge the step, if it is one to check."""
         assert self.watcher is not None
         try:
             self.watcher.after_step()
@@ -135,7 +135,7 @@ class Watched(LibraryWatcher):
 
 
 def token_losses(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """Sum the cross-entropies of a micro-batch: logits [rows, length, vocabulary] against the token that follows."""
+    """Sum the cross-entropies of a micro-batch: logits (rows, length, vocabulary) and the tokens that follow."""
     given = {key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")}
     logits: Tensor = model(**given).logits
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -146,7 +146,7 @@ def token_losses(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def targets_of(inputs: Mapping[str, Any]) -> Tensor:
-    """Return the token that follows each: [rows, length - 1], or [rows, length] if the collator has shifted them."""
+    """Return the targets: (rows, length − 1), or (rows, length) if the collator has shifted the labels."""
     if "shift_labels" in inputs:
         return inputs["shift_labels"]
     return inputs["labels"][:, 1:]
@@ -159,10 +159,10 @@ def one_over_targets(parts: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def declared_by(trainer: Any) -> Callable[[str, int], dict[str, Any]]:
-    """Return hyperparameters by parameter and step, as the trainer's arguments declare them.
+    """Return a function from (parameter, step) to the hyperparameters that the trainer's arguments declare.
 
-    The learning rate is that of the step's number, where the schedule is a function of it. Decay is for those
-    parameters that the trainer lists.
+    It has a learning rate if the schedule is a function of the step. Weight decay applies to the parameters that the
+    trainer lists.
     """
     args, scheduler = trainer.args, trainer.lr_scheduler
     scheduler = getattr(scheduler, "scheduler", scheduler)
