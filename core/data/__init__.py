@@ -1,5 +1,5 @@
-"""Text to batches: sources, tokenizer, shards, sampler, loader.
+"""From text to batches: sources, tokenizer, shards, sampler, loader.
 
-`prepare` writes a folder of token shards; `TokenDataset` opens it; `BlockSampler` gives the windows that a run sees;
-`train_batch` and `eval_batches` take them out; `Prefetcher` does so ahead of time.
+`prepare` writes a folder of token shards, and `TokenDataset` opens it. `BlockSampler` selects the windows of a run.
+`train_batch` and `eval_batches` read them, and `Prefetcher` reads them in advance.
 """

@@ -1,4 +1,4 @@
-"""The sources of a mixture with one sample more than the others in a period: an exact function of its number."""
+"""The sources of a mixture that have one more sample in a period, as an exact function of the period's number."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from itertools import accumulate
 def carries_before(rates: Sequence[Fraction], period: int) -> tuple[int, ...]:
     """Return how many of the first `period` periods choose each source, in O(k) integer operations.
 
-    Every period chooses m = sum(rates) sources, each at most once, and source s in a share of `rates[s]` of the
-    periods. The sources are the leaves of a balanced tree. A node with the rate F = sum of its leaves has
-    floor(F) or floor(F) + 1 of the chosen sources in a period; a residual bit per period distinguishes the two. Where
-    the fractional parts of two children add up to less than 1, a bit of the node is a bit of one child, and the two
-    take turns in the ratio of their fractional parts. Where they add up to 1 or more, the same holds for the periods
-    without a bit. Turns are n·share to the nearest integer, so a turn is off by 1/2 at most. This is the pivotal method
-    of sampling (Deville & Tillé 1998) with turns in place of draws.
+    Every period chooses m = sum(rates) sources, each at most once. Source s is chosen in a fraction `rates[s]` of the
+    periods. The sources are the leaves of a balanced tree. A node has the rate F, the sum of its leaves' rates. In a
+    period, floor(F) or floor(F) + 1 of its leaves are chosen; a residual bit per period distinguishes the two cases.
 
-    The bound: a node's error is at most its parent's plus 1/2, and the root has none, since m is an integer. So
-    |chosen[s] - rates[s] · period| <= ceil(log2(k)) / 2, whatever the period.
+    If the fractional parts of two children add up to less than 1, a bit of the node is passed to one child. The
+    children alternate in the ratio of their fractional parts. If the parts add up to 1 or more, the same holds for the
+    periods without a bit. The number of bits that a child gets of n is n·share, rounded to the nearest integer, with an
+    error of at most 1/2. This is the pivotal method of sampling (Deville & Tillé 1998), deterministic instead of
+    random.
+
+    A node's error is at most its parent's plus 1/2, and the root has no error, because m is an integer. Therefore
+    |chosen[s] - rates[s] · period| <= ceil(log2(k)) / 2 for every period.
 
     Args:
-        rates: (k,), each in [0, 1); they add up to an integer.
+        rates: (k,), each in [0, 1); their sum is an integer.
         period: >= 0.
 
     Returns:
-        (k,): times that each source was chosen; they add up to m · period. From one period to the next each grows by
-        0 or 1.
+        (k,): how often each source was chosen; the sum is m · period. From one period to the next, each number grows
+        by 0 or 1.
 
     Raises:
-        ValueError: a rate outside [0, 1), a sum that is no integer, or a negative period.
+        ValueError: a rate outside [0, 1), a sum that is not an integer, or a negative period.
     """
     total = sum(rates, Fraction(0))
     if period < 0 or any(not 0 <= rate < 1 for rate in rates) or total.denominator != 1:
@@ -42,7 +44,7 @@ def carries_before(rates: Sequence[Fraction], period: int) -> tuple[int, ...]:
         return (upto[end] - upto[begin]) % 1
 
     def split(begin: int, end: int, bits: int) -> None:
-        """Pass the bits of the node of the leaves [begin, end), in all periods before this one, to its children."""
+        """Divide the bits of the node with the leaves [begin, end), in all earlier periods, among its children."""
         if end - begin == 1:
             found[begin] = bits
             return
@@ -64,7 +66,7 @@ def carries_before(rates: Sequence[Fraction], period: int) -> tuple[int, ...]:
 
 
 def _turns(count: int, part: Fraction, whole: Fraction) -> int:
-    """Return count · part / whole to the nearest integer, halves up; 0 where there is nothing to share."""
+    """Return count · part / whole, rounded to the nearest integer, halves up; 0 if `whole` is 0."""
     if not whole:
         return 0
     share = part / whole

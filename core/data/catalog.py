@@ -1,4 +1,4 @@
-"""The first reading of a source: every document's place, size and split, but not its text."""
+"""The first pass over a source: it records every document's place, size and split, but not its text."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from lockstep.core.errors import UserError
 
 Duplicates = Literal["keep", "drop"]
 
-# Read by one worker at a time. Reading is some hundred times as fast as encoding, so less is not worth its start.
+# Bytes of a worker's task. Reading is some hundred times as fast as encoding, so smaller tasks or fewer than
+# _PARTS_FOR_WORKERS tasks are slower with workers than without.
 _PART_BYTES = 32 << 20
 _PARTS_FOR_WORKERS = 4
 
 
 @dataclass(frozen=True)
 class RecordRules:
-    """Rules for records that are not plainly documents.
+    """Rules for unusual records.
 
     Attributes:
-        on_broken: raise an error for a record that its file should not hold, or leave it out and count it.
-        duplicates: keep a document with the very text of an earlier one, or leave it out; count it in either case.
-        max_document_bytes: a longer text, in UTF-8, is left out as a whole and counted: the beginning of a document is
-            another document. 0 is no limit.
+        on_broken: what to do with an invalid record: raise an error, or skip and count it.
+        duplicates: keep or skip a document with exactly the text of an earlier one; it is counted in both cases.
+        max_document_bytes: longer texts, in bytes of UTF-8, are skipped and counted. They are not truncated, because
+            the beginning of a document is another document. 0 is no limit.
     """
 
     on_broken: OnBroken = "error"
@@ -43,14 +44,14 @@ class RecordRules:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The documents of a source in order; each array has one entry per document.
+    """The documents of a source, in order; each array has one entry per document.
 
     Attributes:
-        file: int32 (D,), which file of the listing.
+        file: int32 (D,), index of the file in the listing.
         start, stop: int64 (D,), the span in that file.
-        text_bytes: int64 (D,), size in UTF-8.
-        is_val: bool (D,), whether the document belongs to the validation split.
-        counts: records that are no document of this catalog, and copies among its documents.
+        text_bytes: int64 (D,), bytes of the text in UTF-8.
+        is_val: bool (D,), True for documents of the validation split.
+        counts: numbers of skipped records, and of copies among the documents.
     """
 
     file: NDArray[np.int32]
@@ -63,7 +64,7 @@ class Catalog:
 
 @dataclass(frozen=True)
 class CatalogTask:
-    """A worker's task: files to read, `first` the number of the first in its listing, and how to read them."""
+    """A worker's task: files to read, the index `first` of the first file in the listing, and rules."""
 
     first: int
     files: tuple[SourceFile, ...]
@@ -72,7 +73,7 @@ class CatalogTask:
 
 
 class _Columns:
-    """The columns of a catalog as they grow: 44 bytes a document."""
+    """The columns of a catalog while it is built: 44 bytes per document."""
 
     def __init__(self) -> None:
         self.file, self.start, self.stop, self.size = array("i"), array("q"), array("q"), array("q")
@@ -87,7 +88,7 @@ class _Columns:
         self.copy.append(copy)
 
     def extend(self, other: _Columns) -> None:
-        """Add the documents of `other` behind these."""
+        """Append the documents of `other`."""
         for name, column in vars(self).items():
             column.extend(getattr(other, name))
 
@@ -103,24 +104,25 @@ def read_catalog(
 ) -> Catalog:
     """Read the whole source once.
 
-    A document belongs to the validation split if the hash of its text, as a number in [0, 1), is below `val_fraction`:
-    a copy of a document is in the same split as the document, and adding files moves nothing. If there are two or more
-    documents, at least one is in each split. A source that is one plain text file is cut at a line's end
-    into two documents, the last `val_fraction` of it for validation.
+    A document belongs to the validation split if the hash of its text, as a number in [0, 1), is below `val_fraction`.
+    So copies of a document are in the same split, and new files do not move documents between splits. With two or more
+    documents, each split has at least one. A source with a single document of plain text is split at the end of a line
+    into two documents; the last `val_fraction` of it is for validation.
 
-    Two documents are copies if 128 bits of BLAKE2b over their text are equal; the first in order is no copy.
+    Two documents are copies if 128 bits of BLAKE2b over their texts are equal. The first of them does not count as a
+    copy.
 
     Args:
         listing: the files.
         column: see `read_documents`.
         val_fraction: in (0, 1).
-        on_bytes: called with the bytes of source read so far, after each file or each part that a worker has read.
-        rules: what is done with other records.
-        engine: who reads, several files at a time; None, or a source of less than a few parts: this process.
-        folder: the folder that the engine's workers must see.
+        on_bytes: called with the bytes read so far, after each file or each task of a worker.
+        rules: rules for unusual records.
+        engine: workers that read several files at a time. With None, or a small source, this process reads.
+        folder: a folder that the engine's workers must be able to read.
 
     Raises:
-        UserError: no document with text in it, or see `read_documents`.
+        UserError: no document has text, or see `read_documents`.
     """
     columns = _Columns()
     counts = RecordCounts()
@@ -148,7 +150,7 @@ def read_catalog(
 
 
 def catalog_files(task: CatalogTask) -> tuple[_Columns, RecordCounts]:
-    """Read the files of a task; what is found depends on them and the rules only.
+    """Read the files of a task; the result depends only on the files and the rules.
 
     Raises:
         UserError: see `read_documents`.
@@ -164,7 +166,7 @@ def catalog_files(task: CatalogTask) -> tuple[_Columns, RecordCounts]:
 def _read_parts(
     listing: SourceListing, column: str, rules: RecordRules, engine: Engine | None, folder: Path
 ) -> Iterator[tuple[CatalogTask, tuple[_Columns, RecordCounts]]]:
-    """Yield each part of the listing and what is found in it, in order, whoever is done first."""
+    """Yield each part of the listing and its documents, in the order of the listing."""
     parts = list(_parts(listing, column, rules, _PART_BYTES))
     if engine is None or len(parts) < _PARTS_FOR_WORKERS:
         yield from ((part, catalog_files(part)) for part in _parts(listing, column, rules, 0))
@@ -179,7 +181,7 @@ def _read_parts(
 
 
 def _parts(listing: SourceListing, column: str, rules: RecordRules, least: int) -> Iterator[CatalogTask]:
-    """Cut the listing into neighbouring files of `least` bytes together, or more."""
+    """Split the listing into groups of consecutive files, each of at least `least` bytes if possible."""
     first, size = 0, 0
     for number, file in enumerate(listing.files, 1):
         size += file.size
@@ -189,7 +191,7 @@ def _parts(listing: SourceListing, column: str, rules: RecordRules, least: int) 
 
 
 def _add(columns: _Columns, number: int, document: Document, most: int) -> str | None:
-    """Add a document to the columns, or return why it is none."""
+    """Add a document to the columns and return None, or return the kind of skipped record that it is."""
     if document.fault is not None:
         return document.fault
     split = hashlib.blake2b(digest_size=8, person=b"lockstep-split")
@@ -215,10 +217,10 @@ def _add(columns: _Columns, number: int, document: Document, most: int) -> str |
 def _without_copies(
     listing: SourceListing, columns: _Columns, counts: RecordCounts, *, drop: bool
 ) -> NDArray[np.bool_] | slice:
-    """Count the copies of earlier documents; return the rows that stay."""
+    """Count the copies of earlier documents; return the rows to keep."""
     split, copy = (np.frombuffer(of, dtype=np.uint64) for of in (columns.split, columns.copy))
     order = np.lexsort((copy, split))
-    # The sort is stable: of equal documents the first in order comes first.
+    # The sort is stable: equal documents stay in the order of the source.
     equal = (split[order[1:]] == split[order[:-1]]) & (copy[order[1:]] == copy[order[:-1]])
     copies = np.sort(order[1:][equal])
     of_file = np.frombuffer(columns.file, dtype=np.int32)[copies]
@@ -237,7 +239,7 @@ def _without_copies(
 def read_cataloged(
     listing: SourceListing, column: str, catalog: Catalog, chosen: NDArray[np.int64]
 ) -> Iterator[Document]:
-    """Yield the documents `chosen`, int64 (K,), ascending; see `Document.read` on how long their text can be read."""
+    """Yield the documents `chosen`, int64 (K,), ascending. `Document.read` defines how long a text can be read."""
     for number in np.unique(catalog.file[chosen]):
         rows = chosen[catalog.file[chosen] == number]
         spans = [(int(catalog.start[row]), int(catalog.stop[row])) for row in rows]
@@ -245,10 +247,10 @@ def read_cataloged(
 
 
 def expected_documents(file: SourceFile, column: str, spans: list[tuple[int, int]]) -> Iterator[Document]:
-    """Yield the documents with something in them within `spans`; the same ones that the catalog counted.
+    """Yield the documents with text in `spans`: the same documents as in the catalog.
 
     Raises:
-        UserError: the file is not the one that was listed.
+        UserError: the file has changed since it was listed.
     """
     _require_unchanged(file)
     for document in read_documents(file, column, spans):
@@ -273,16 +275,16 @@ def _choose_val(hashes: NDArray[np.uint64], val_fraction: float) -> NDArray[np.b
     is_val = hashes < np.uint64(int(val_fraction * 2.0**64))
     if not is_val.any():
         is_val[np.argmin(hashes)] = True
-    # Last, because nothing can be done without a document to train on.
+    # This comes last: the training split must never be empty.
     if is_val.all():
         is_val[np.argmax(hashes)] = False
     return is_val
 
 
 def _cut_single(file: SourceFile, start: int, stop: int, val_fraction: float) -> int | None:
-    """Return the byte of the file at which to cut its only document in two.
+    """Return the byte of the file at which to split its only document.
 
-    None if it is no plain text or has no second line.
+    None if it is not plain text, or if one of the parts would have no text.
     """
     if file.kind != "text":
         return None

@@ -1,4 +1,4 @@
-"""Opening prepared data and taking windows of tokens out of it."""
+"""Prepared data: open a folder, and read windows of tokens from it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lockstep.core.data.tokenizer import TextTokenizer, load_tokenizer
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import require_file
 
-# The default share of memory that may be held is one in this many: other things run on the machine as well.
+# By default, tokens may take 1 / this of the available memory: other programs run on the machine as well.
 _MEMORY_SHARE = 4
 
 
 class TokenSplit:
-    """The tokens of a split, as one stream over all of its shards."""
+    """The tokens of a split, as one stream over all its shards."""
 
     def __init__(self, parts: Sequence[Tokens], files: Sequence[ShardFile] = ()) -> None:
-        """Take the stream as consecutive `parts`, each of shape (tokens,), of one dtype.
+        """Build the stream from consecutive `parts`, each of shape (tokens,), all of one dtype.
 
-        files: of parts that are mapped, the files, which are looked after at each read.
+        files: for memory-mapped parts, their files. Each read verifies that its files have not changed.
         """
         self._parts = list(parts)
         self._files = list(files)
@@ -39,42 +39,42 @@ class TokenSplit:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
+        """The number of tokens in the stream."""
         return int(self._bounds[-1])
 
     @property
     def held(self) -> Tokens | None:
-        """All tokens, (tokens,), where they are held in memory as one array; else None."""
+        """All tokens, (tokens,), if they are in memory as one array; else None."""
         return self._parts[0] if len(self._parts) == 1 and not self._files else None
 
     def hold(self, tokens: Tokens) -> None:
-        """Read from an array of the same tokens from here on, which is a part of a larger one."""
+        """Replace the stream's memory by `tokens`, an array of the same tokens, which may be a part of a larger one."""
         self._parts, self._views = [tokens], {}
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of tokens that are held in memory, and not mapped."""
+        """The bytes of tokens that are in memory and not memory-mapped."""
         return 0 if self._files else sum(part.nbytes for part in self._parts)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
-        """Return the windows [start, start + length) of the stream, which may lie across shards.
+        """Return the windows [start, start + length) of the stream; a window may extend over several shards.
 
         Args:
-            starts: int64 (B,), in any order, repeats allowed.
-            length: tokens in each window, >= 1.
+            starts: int64 (B,), in any order; repetitions are allowed.
+            length: tokens per window, >= 1.
 
         Returns:
-            (B, length), of the parts' dtype, which is unsigned.
+            (B, length), in the dtype of the parts, which is unsigned.
 
         Raises:
-            IndexError: a window reaches outside the stream.
+            IndexError: a window is not inside the stream.
             ValueError: `starts` is not a vector of integers, or `length` is below one.
-            UserError: a file that is mapped is gone, or was changed.
+            UserError: a memory-mapped file is missing or was changed.
         """
         if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or length < 1:
             raise ValueError(f"gather takes integers (B,) and length >= 1, got {starts.dtype} {starts.shape}, {length}")
         begins = starts.astype(np.int64)
-        # Read as unsigned, a negative start is larger than any other: one comparison finds both.
+        # As an unsigned number, a negative start is larger than any other, so one comparison covers both ends.
         if starts.size and int(begins.view(np.uint64).max()) > self.num_tokens - length:
             raise IndexError(f"a window of {length} tokens reaches outside the split's {self.num_tokens} tokens")
         if len(self._parts) == 1 and starts.size:
@@ -91,16 +91,16 @@ class TokenSplit:
                 self._files[part].require_unchanged()
 
     def _windows_of_one_part(self, length: int) -> Tokens:
-        """Return a view (starts, length) whose row i is the window at i: numpy copies rows of it in one call.
+        """Return a view (starts, length) whose row i is the window at i; NumPy can copy many rows in one call.
 
-        Views are kept: making one takes as long as copying a small batch, and a run has few lengths.
+        Views are cached: creating one takes as long as copying a small batch, and a run has few lengths.
         """
         if length not in self._views:
             self._views[length] = sliding_window_view(self._parts[0], length)
         return self._views[length]
 
     def _copied(self, first: NDArray[np.intp], begins: NDArray[np.int64], length: int) -> Tokens:
-        """Copy windows one by one: part by part where one lies across shards."""
+        """Copy windows one by one; a window that extends over several shards is copied in pieces."""
         windows = np.empty((begins.size, length), dtype=self._dtype)
         for row, (part, start) in enumerate(zip(first.tolist(), (begins - self._bounds[first]).tolist(), strict=True)):
             filled = 0
@@ -115,7 +115,7 @@ class TokenDataset:
     """A prepared folder: its index, its tokenizer, and its splits."""
 
     def __init__(self, folder: Path, index: DatasetIndex, splits: Mapping[str, TokenSplit]) -> None:
-        """Take what `open` has read and checked."""
+        """Set the results of `open`."""
         self.folder = folder
         self.index = index
         self._splits = dict(splits)
@@ -127,13 +127,13 @@ class TokenDataset:
         Args:
             path: the folder.
             verify: read every shard and check its checksum, ids and document table. Sizes, headers and the
-                tokenizer's fingerprint are checked in any case.
-            memory_limit_bytes: how many bytes of tokens may be held in memory; splits that fit, smallest first, are,
-                and the others are memory-mapped. None: a quarter of the memory available now. Where several
-                processes of one machine open the same data, each should pass its share.
+                tokenizer's fingerprint are always checked.
+            memory_limit_bytes: limit of the bytes of tokens in memory. Splits are loaded, the smallest first, as long
+                as they fit; the others are memory-mapped. None is a quarter of the memory that is available now. If
+                several processes of one machine open the same data, each should pass its share.
 
         Raises:
-            UserError: something is missing, damaged, or does not belong together; the message names the file.
+            UserError: a file is missing, damaged, or does not belong to this data; the message names the file.
         """
         folder = Path(path)
         index = read_index(folder)
@@ -152,12 +152,12 @@ class TokenDataset:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of tokens that are held in memory, and not mapped."""
+        """The bytes of tokens that are in memory and not memory-mapped."""
         return sum(split.held_bytes for split in self._splits.values())
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the contents, see `DatasetIndex.fingerprint`."""
+        """The SHA-256 of the contents, see `DatasetIndex.fingerprint`."""
         return self.index.fingerprint
 
     @property
@@ -189,7 +189,7 @@ class TokenDataset:
         return load_tokenizer(self.folder / TOKENIZER_NAME)
 
     def facts(self) -> dict[str, Any]:
-        """Return sizes, entropies and fingerprints, as run.json keeps them."""
+        """Return sizes, entropies and fingerprints, for run.json."""
         index = self.index
         return {
             "path": str(self.folder),
@@ -205,13 +205,13 @@ class TokenDataset:
         }
 
     def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
-        """Return `document_ids` int64 (B, length) of windows of the training split, see `document_ids`."""
+        """Return `document_ids`, int64 (B, length), of windows of the training split; see `document_ids`."""
         shards = [self.folder / entry.file for entry in self.index.train.shards]
         return {"document_ids": document_ids(shards, starts, length)}
 
 
 def memory_to_hold() -> int:
-    """Return how many bytes of tokens may be held in memory where no limit is given."""
+    """Return the default limit of the bytes of tokens in memory."""
     return available_memory_bytes() // _MEMORY_SHARE
 
 

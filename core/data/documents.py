@@ -1,7 +1,7 @@
-"""Reading documents out of source files, all of them or only those at known places.
+"""Read documents from source files, all of them or those with given spans.
 
-A document is known by its span (start, stop) in its file: bytes for plain text and for JSON lines
-(uncompressed bytes where the file is gzipped), rows for parquet.
+The span (start, stop) of a document is its position in the file: bytes for plain text and JSON lines (uncompressed
+bytes in a gzipped file), rows for parquet.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from lockstep.core.errors import UserError
 
 Span = tuple[int, int]
 OnBroken = Literal["error", "skip"]
-# Why a record gives no document; core/data/left_out.py has them in words.
+# Reasons why a record is not a document; core/data/left_out.py has their descriptions.
 Fault = Literal["skipped_documents", "null_documents", "broken_documents"]
 
-# Read of a plain text at a time, and of a column of parquet.
+# Bytes that are read at a time, from a plain text or from a column of parquet.
 _CHUNK_BYTES = 1 << 20
 _REMOTE_CHUNK_BYTES = 1 << 22
-# Decoded of a plain text at a time. Strings of a megabyte, which grow and shrink as they are decoded, leave holes in
-# glibc's heap that fit no later one: the process of a plain text of 400 MB grew by 107 MB.
+# Bytes of a plain text that are decoded at a time. Strings of a megabyte change size while they are decoded, and
+# fragment glibc's heap: for a plain text of 400 MB the process grew by 107 MB.
 _DECODED_BYTES = 1 << 13
-# Rows of parquet that are Python strings at the same time.
+# Rows of parquet that are converted to Python strings at a time.
 _ROWS = 256
-# No document is so long; a few compressed bytes can be any number of the same one.
+# Limit of a line, in bytes: in a compressed file, a few bytes may expand to a line of any length.
 _LONGEST_LINE = 1 << 30
 
 
 class _BrokenRecord(Exception):
-    """A record that is not what its file should hold; the message names its place."""
+    """An invalid record. The message describes the fault."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Document:
 
     Attributes:
         start, stop: the span.
-        whole: the text where it is in memory; None where it is read by `chunks`, or there is none.
-        fault: why it is no document, or None.
-        place: where it is, for people.
-        read: yields the text of a plain file piece by piece, as long as no further document was asked for.
+        whole: the text, if it is in memory; None if `chunks` reads it, or if there is no text.
+        fault: the reason why the record is not a document, or None.
+        place: the position of the record, as text for messages.
+        read: yields the text of a plain file in pieces; it can be called until the next document is requested.
     """
 
     start: int
@@ -60,10 +60,10 @@ class Document:
     read: Callable[[], Iterator[str]] | None = field(default=None, compare=False)
 
     def chunks(self) -> Iterator[str]:
-        """Yield the text in pieces, of which only one need be in memory.
+        """Yield the text in pieces, so that only one piece is in memory.
 
         Raises:
-            UnicodeDecodeError: the bytes of a plain file are no UTF-8.
+            UnicodeDecodeError: the bytes of a plain file are not UTF-8.
         """
         if self.read is not None:
             yield from self.read()
@@ -84,19 +84,20 @@ class Document:
 def read_documents(
     file: SourceFile, column: str, spans: Sequence[Span] | None = None, on_broken: OnBroken = "error"
 ) -> Iterator[Document]:
-    """Yield the documents of `file` in order, in memory that does not grow with the file.
+    """Yield the documents of `file` in order. The memory used does not grow with the file.
+
+    A missing value (null) is yielded as an empty text with the fault `null_documents`.
 
     Args:
-        file: the file to read, by its kind.
-        column: the key (JSON lines) or the column (parquet) that holds the text; unused for plain text.
-        spans: only what lies in these sorted, disjoint spans; a span may hold many documents. None: all.
-        on_broken: raise an error for a record that is no JSON object with text in `column`, or whose bytes in a column
-            of parquet are no UTF-8; or yield a document with the fault `broken_documents`.
-
-    A missing value (null) is yielded as the empty text with the fault `null_documents`.
+        file: the file; its kind selects the reader.
+        column: the key (JSON lines) or the column (parquet) of the text; unused for plain text.
+        spans: sorted, disjoint spans to read; a span may contain many documents. None reads the whole file.
+        on_broken: for an invalid record, raise an error, or yield a document with the fault `broken_documents`. A
+            record is invalid if it is not a JSON object with text in `column`, or if its bytes in a parquet column are
+            not UTF-8.
 
     Raises:
-        UserError: the file cannot be read, is not of the format in its name, or has no such column.
+        UserError: the file cannot be read, does not have the format that its name implies, or has no such column.
     """
     reader = {"text": _read_text, "jsonl": _read_json_lines, "parquet": _read_parquet}[file.kind]
     with _readable(file.path):
@@ -111,7 +112,7 @@ def read_documents(
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Raise any error of reading `path`, inside the block, as a one-line UserError."""
+    """Convert an error of reading `path` inside the context to a UserError of one line."""
     try:
         with remote.explained(path):
             yield
@@ -121,7 +122,7 @@ def _readable(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Broken:
-    """A broken record: its span, its place and the line that names the fault."""
+    """An invalid record: its span, its place and a message of one line."""
 
     start: int
     stop: int
@@ -136,7 +137,7 @@ def _open(path: str) -> IO[bytes]:
 def _read_text(file: SourceFile, column: str, spans: Sequence[Span] | None) -> Iterator[Document]:
     with _open(file.path) as stream:
         if spans is None:
-            # A byte order mark, which some editors write first, is no text.
+            # Skip a byte order mark, which some editors write at the beginning.
             marked = stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
             spans = [(len(codecs.BOM_UTF8) if marked else 0, file.size)]
         for start, stop in spans:
@@ -145,7 +146,7 @@ def _read_text(file: SourceFile, column: str, spans: Sequence[Span] | None) -> I
 
 @dataclass(frozen=True)
 class _TextReader:
-    """A reader of the bytes from `start` to `stop` of an open file; each call decodes from the first one again."""
+    """A reader of the bytes from `start` to `stop` of an open file; each call reads them from the beginning."""
 
     file: SourceFile
     stream: IO[bytes]
@@ -171,9 +172,9 @@ class _TextReader:
 
 
 def line_end(file: SourceFile, start: int, stop: int, wanted: int) -> int | None:
-    """Return where a line of a plain text ends, as a byte of the file: the last end in [start, wanted), else the next.
+    """Return the byte after the end of a line of a plain text: of the last line that ends in [start, wanted).
 
-    None if no line ends in [start, stop).
+    If no line ends there, return the first end after `wanted`; None if no line ends in [start, stop).
     """
     with _readable(file.path), _open(file.path) as stream:
         upper = wanted
@@ -212,7 +213,7 @@ def _read_json_lines(file: SourceFile, column: str, spans: Sequence[Span] | None
 
 
 def _to_the_line_end(stream: IO[bytes]) -> int:
-    """Read on to the end of a line, and return how many bytes that were."""
+    """Read to the end of the line, and return the number of bytes read."""
     count = 0
     while rest := stream.readline(_CHUNK_BYTES):
         count += len(rest)
@@ -224,11 +225,11 @@ def _to_the_line_end(stream: IO[bytes]) -> int:
 def _open_maybe_gzip(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         packed = gzip.GzipFile(fileobj=(stream := _open(path)), mode="rb")
-        # Closed with it, as where gzip opens the file.
+        # GzipFile closes `myfileobj`, as if it had opened the file itself.
         packed.myfileobj = cast(Any, stream)
         return cast(IO[bytes], packed)
     stream = _open(path)
-    # A file of fsspec's reads a line in small steps of Python.
+    # Buffer a file of fsspec, which reads lines slowly, in Python code.
     return io.BufferedReader(cast(io.RawIOBase, stream), _CHUNK_BYTES) if remote.protocol_of(path) else stream
 
 
@@ -243,7 +244,7 @@ def _json_document(line: bytes, column: str, file: SourceFile, begin: int, end: 
     try:
         text.encode()
     except UnicodeEncodeError:
-        # JSON can spell half of a surrogate pair, which no encoding of Unicode can hold.
+        # JSON can contain half of a surrogate pair, which has no UTF-8 encoding.
         return Document(begin, end, None, "skipped_documents", place)
     return Document(begin, end, text, place=place)
 
@@ -264,7 +265,7 @@ def _json_text(line: bytes, column: str) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """Return a JSON value's kind, in words."""
+    """Return the kind of a JSON value, as text for a message."""
     kinds = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -277,8 +278,8 @@ def _read_parquet(file: SourceFile, column: str, spans: Sequence[Span] | None) -
     source = remote.open_file(file.path, ranges=True) if address else file.path
     buffer = _REMOTE_CHUNK_BYTES if address else _CHUNK_BYTES
     try:
-        # A buffer and no reading ahead: else a group of rows, of which a file may have one, is in memory as a whole.
-        # Checksums of pages, where the writer stored them: without them a damaged page may decompress to other text.
+        # Use a buffer and do not read ahead: otherwise a whole row group, which may be the whole file, is in memory.
+        # Verify checksums of pages if the writer stored them: a damaged page may decompress to other text.
         with pq.ParquetFile(source, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True) as parquet:
             _check_column(parquet.schema_arrow, column, file.path)
             first = 0

@@ -1,4 +1,4 @@
-"""The work of one worker: the documents of one shard, read, encoded and written."""
+"""The task of a worker: read the documents of one shard, encode them and write the shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.core.errors import UserError
 
 @dataclass(frozen=True)
 class ShardTask:
-    """A worker's task: the file to write, the documents to read, and how many to expect."""
+    """A worker's task: the file to write, the documents to read, and their expected number."""
 
     folder: str
     file: str
@@ -34,7 +34,7 @@ class ShardTask:
 
 
 def encode_shard(task: ShardTask) -> ShardHeader:
-    """Write the shard of `task`; its bytes depend on the task and the tokenizer only.
+    """Write the shard of `task`; its bytes depend only on the task and the tokenizer.
 
     Raises:
         UserError: a source changed since it was listed, or the shard cannot be written.
@@ -56,19 +56,19 @@ def encode_shard(task: ShardTask) -> ShardHeader:
 
 
 def start_worker(threads: int = 1) -> None:
-    """Set up a worker process: so many threads of the tokenizer, quiet on Ctrl-C, gone when its parent is."""
+    """Set up a worker process: limit the tokenizer's threads, end silently on Ctrl-C, and end with the parent."""
     limit_threads(threads)
-    # Shards are written atomically, so dying on the spot is safe, and the parent tells the user.
+    # Immediate death is safe, because shards are written atomically. The parent prints the message.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
 def limit_threads(threads: int) -> None:
-    """Limit the tokenizer to so many threads in this process, before its first call.
+    """Limit the tokenizer to `threads` threads in this process; call it before the tokenizer's first use.
 
-    One is right where every worker has parts to do: they are the parallelism, and would compete for the same cores.
+    If every worker has tasks, one thread each is best: more threads would compete for the same cores.
     """
-    # The tokenizer starts all of them at once, whatever the machine has.
+    # The tokenizer would start more threads than the machine has cores.
     threads = min(threads, os.cpu_count() or 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
@@ -88,7 +88,7 @@ def _tokenizer_at(path: str, mtime_ns: int) -> TextTokenizer:
 
 def _tokenizer_of(folder: str) -> TextTokenizer:
     path = os.path.join(folder, TOKENIZER_NAME)
-    # The time is part of the key because one process may prepare the same folder twice.
+    # The time of the last change is part of the key, because one process may prepare the same folder twice.
     return _tokenizer_at(path, os.stat(path).st_mtime_ns)
 
 

@@ -1,4 +1,4 @@
-"""Compute the entropies that a model must beat: of tokens alone, and of tokens given the one before."""
+"""Entropies of a text, as baselines of a model's loss: of single tokens, and of tokens given the token before."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _BLOCK_TOKENS = 1 << 21
 
 
 class TokenCounts:
-    """A count of tokens and neighbours of a text in parts: memory grows with distinct pairs, not with tokens."""
+    """Counts of tokens and of neighbouring pairs in a text. Memory grows with distinct pairs, not with tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self.tokens = 0
         self._vocab_size = vocab_size
         self._of_token = np.zeros(vocab_size, dtype=np.int64)
-        # Pairs as one number each, ascending, and how often each occurs.
+        # Pairs, each as one number, ascending, and their counts.
         self._pairs, self._of_pair = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self._last: NDArray[np.integer[Any]] | None = None
 
     def add(self, tokens: NDArray[np.integer[Any]]) -> None:
-        """Add tokens, shape (N,), that follow those added before. Raises ValueError for an id that is none."""
+        """Add tokens, shape (N,), that follow those added before. Raises ValueError for an id out of range."""
         for first in range(0, tokens.size, _BLOCK_TOKENS):
             block = tokens[first : first + _BLOCK_TOKENS]
             if int(block.min()) < 0 or int(block.max()) >= self._vocab_size:
@@ -42,9 +42,9 @@ class TokenCounts:
         self._pairs, self._of_pair = both[firsts], np.add.reduceat(counts, firsts) if both.size else counts
 
     def unigram_entropy(self) -> float:
-        """Return H(X) = -sum_x p(x) ln p(x) in nats, p being the share of x among the tokens.
+        """Return H(X) = -sum_x p(x) ln p(x) in nats, where p(x) is the fraction of tokens that are x.
 
-        This is the smallest mean loss of a model that predicts without looking (Shannon 1948).
+        This is the smallest mean loss of a model that ignores its input (Shannon 1948).
 
         Raises:
             ValueError: there are no tokens.
@@ -55,8 +55,8 @@ class TokenCounts:
     def bigram_entropy(self) -> float:
         """Return H(X_t | X_{t-1}) = H(X_{t-1}, X_t) - H(X_{t-1}) in nats, over all neighbours.
 
-        This is the smallest mean loss of a model that sees one token. As the counts are those of these very tokens,
-        rare pairs make it lower than a model that never saw them could reach.
+        This is the smallest mean loss of a model that reads only the token before. The counts are those of the same
+        tokens, so rare pairs make it lower than a model trained on other text can reach.
 
         Raises:
             ValueError: there are fewer than two tokens.
@@ -64,7 +64,7 @@ class TokenCounts:
         self._require(2)
         before = np.zeros(self._vocab_size, dtype=np.int64)
         np.add.at(before, self._pairs // self._vocab_size, self._of_pair)
-        # Rounding may leave -0.0 or a few ulp below zero where the next token is certain.
+        # If the next token is certain, rounding may give -0.0 or a few ulp below zero.
         return max(0.0, _entropy_of_counts(self._of_pair) - _entropy_of_counts(before))
 
     def _require(self, at_least: int) -> None:
@@ -73,12 +73,12 @@ class TokenCounts:
 
 
 def unigram_entropy(tokens: NDArray[np.integer[Any]], vocab_size: int) -> float:
-    """Return `TokenCounts.unigram_entropy` of `tokens`, shape (N,). Raises ValueError as it and `add` do."""
+    """Return `TokenCounts.unigram_entropy` of `tokens`, shape (N,). Raises ValueError as that method and `add` do."""
     return _counted(tokens, vocab_size).unigram_entropy()
 
 
 def bigram_entropy(tokens: NDArray[np.integer[Any]], vocab_size: int) -> float:
-    """Return `TokenCounts.bigram_entropy` of `tokens`, shape (N,). Raises ValueError as it and `add` do."""
+    """Return `TokenCounts.bigram_entropy` of `tokens`, shape (N,). Raises ValueError as that method and `add` do."""
     return _counted(tokens, vocab_size).bigram_entropy()
 
 

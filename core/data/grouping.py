@@ -1,4 +1,4 @@
-"""Taking many texts some at a time."""
+"""Group texts into lists of a given size."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 
 def grouped(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Yield `texts` in order, in lists that end with the text that brings them to `characters` or beyond.
+    """Yield `texts` in order, in lists; a list ends with the text that makes it at least `characters` long.
 
-    So a call per list is worth its while, and a list is never larger than `characters` and one text.
+    Lists are large enough for an efficient call, and never longer than `characters` plus one text.
     """
     group: list[str] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Read a data set whose shards are read in groups, while it is prepared or afterwards: the same samples either way."""
+"""Read a data set while it is prepared or afterwards, with the same samples; its shards are read in groups."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from lockstep.core.files.lock import is_held
 
 Tell = Callable[[str], None]
 
-# How often a missing file is looked for, and for how long nobody may hold the folder before it counts as left.
+# Seconds between two searches for a missing file, and seconds without a process that holds the folder after which the
+# preparation counts as ended.
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
 
 
 class Waiting:
-    """A wait for the files of a folder that another process prepares."""
+    """A wait for files of a folder that another process prepares."""
 
     def __init__(self, folder: Path, minutes: float, tell: Tell) -> None:
-        """Watch a folder.
+        """Set the folder and the limit of a wait.
 
-        minutes: how long one file may take. tell: called with one line where a wait begins and where it ends.
+        minutes: limit of the wait for one file. tell: called with one line at the begin and at the end of a wait.
         """
         self._folder, self._seconds, self._tell = folder, 60 * minutes, tell
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the folder once it is there.
+        """Wait until a file of the folder exists, and return its path.
 
         Raises:
-            UserError: no process prepares the folder, or the file does not come in time.
+            UserError: no process prepares the folder, or the file does not appear in time.
         """
         path = self._folder / name
         if path.is_file():
@@ -70,44 +71,47 @@ class Waiting:
 
 
 class GrowingShards:
-    """The training shards of a folder as they come: `Shards` and a `Split` at once."""
+    """The training shards of a folder in preparation. It implements `Shards` and `Split`."""
 
     def __init__(self, folder: Path, plan: Plan, opened: Callable[[ShardPlan], Tokens]) -> None:
-        """Take `opened`, which waits for a shard, checks it, and maps its tokens."""
+        """Set folder and plan. opened: waits for a shard, verifies it, and maps its tokens."""
         self._folder, self._plan, self._opened = folder, plan, opened
         self._planned = [shard for shard in plan.shards if shard.split == "train"]
         self._parts: list[Tokens] = []
         self._split: TokenSplit | None = None
-        # Batches are made ahead on one thread, and again on another where a step is checked.
+        # Two threads may read: one prefetches batches, and another makes the batch of a step that is checked.
         self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
-        """Training shards of the plan."""
+        """The number of training shards in the plan."""
         return len(self._planned)
 
     @property
     def finished(self) -> bool:
-        """Return False: which shards are there is not asked of each batch."""
+        """False: the state of the preparation is not tested for each batch."""
         return False
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the shards that are known so far."""
+        """The number of tokens in the shards that were opened so far."""
         return sum(part.size for part in self._parts)
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the shards that are known so far."""
+        """The number of tokens in the shards that were opened so far."""
         return self.num_tokens
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens of all shards by the bytes of their text, as preparing them estimates it."""
+        """The plan's estimate of the number of tokens in all shards, from the bytes of their text."""
         return sum(shard.text_bytes for shard in self._planned) / self._plan.bytes_per_token
 
     def tokens_of(self, shard: int) -> int:
-        """Return the tokens of a shard once it, and each before it, is there. Raises UserError if one does not come."""
+        """Return the number of tokens in a shard; wait for it and all shards before it.
+
+        Raises UserError if a wait fails.
+        """
         with self._lock:
             while len(self._parts) <= shard:
                 self._parts.append(self._opened(self._planned[len(self._parts)]))
@@ -115,7 +119,7 @@ class GrowingShards:
             return self._parts[shard].size
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
-        """Return windows of the shards that are known, as `TokenSplit.gather` does."""
+        """Return windows of the shards that were opened, as `TokenSplit.gather` does."""
         with self._lock:
             if self._split is None:
                 files = [ShardFile.of(self._folder / shard.file) for shard in self._planned[: len(self._parts)]]
@@ -125,34 +129,34 @@ class GrowingShards:
 
 
 class FinishedShards:
-    """The training shards of a finished folder: `Shards`."""
+    """The training shards of a finished folder. It implements `Shards`."""
 
     finished = True
 
     def __init__(self, tokens: list[int]) -> None:
-        """Take the tokens of each shard, in order."""
+        """Set the number of tokens in each shard, in order."""
         self._tokens = tokens
         self.count, self.known_tokens = len(tokens), sum(tokens)
         self.expected_tokens = float(self.known_tokens)
 
     def tokens_of(self, shard: int) -> int:
-        """Return the tokens of a shard."""
+        """Return the number of tokens in a shard."""
         return self._tokens[shard]
 
 
 class PlannedDataset:
-    """A prepared folder, finished or not, that is known by its plan: the same fingerprint before and after."""
+    """A prepared folder, finished or not. Its fingerprint is that of its plan, so it is the same before and after."""
 
     def __init__(
         self, folder: Path, minutes: float, memory_limit_bytes: int, tell: Tell, *, verify: bool = True
     ) -> None:
-        """Open the folder: all of it if it is finished, else its plan, tokenizer and held-out shards.
+        """Open a finished folder, or the plan, tokenizer and validation shards of an unfinished one.
 
-        minutes: how long to wait for a file of a folder that is being prepared; 0 = it must be finished. verify: see
-        `TokenDataset.open`, of a finished folder.
+        minutes: limit of the wait for a file of an unfinished folder; 0 requires a finished one. verify: for a finished
+        folder, see `TokenDataset.open`.
 
         Raises:
-            UserError: something is missing, damaged, or does not belong together; the message names the file.
+            UserError: a file is missing, damaged, or does not belong to this data; the message names the file.
         """
         self.folder = folder
         self._waiting = Waiting(folder, minutes, tell)
@@ -178,12 +182,12 @@ class PlannedDataset:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of tokens that are held in memory, and not mapped."""
+        """The bytes of tokens that are in memory and not memory-mapped."""
         return self._whole.held_bytes if self._whole else 0
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the plan: settings, tokenizer, source files, and the documents of each shard."""
+        """The SHA-256 of the plan: settings, tokenizer, source files, and the documents of each shard."""
         plan = self._plan
         identity = {
             "identity": plan.identity,
@@ -216,7 +220,7 @@ class PlannedDataset:
         return self._tokenizer
 
     def facts(self) -> dict[str, Any]:
-        """Return sizes, entropies and fingerprints; None for what is known only once the folder is finished."""
+        """Return sizes, entropies and fingerprints; None for values that only a finished folder has."""
         if self._whole is not None:
             return {**self._whole.facts(), "fingerprint": self.fingerprint}
         unknown = ("train_tokens", "val_unigram_entropy", "val_bigram_entropy", "val_bytes_per_token")
@@ -231,7 +235,7 @@ class PlannedDataset:
         }
 
     def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
-        """Return `document_ids` int64 (B, length) of windows of the training shards that are there."""
+        """Return `document_ids`, int64 (B, length), of windows of the training shards that exist."""
         train = [self.folder / shard.file for shard in self._plan.shards if shard.split == "train"]
         return {"document_ids": document_ids([path for path in train if path.is_file()], starts, length)}
 
@@ -243,9 +247,9 @@ class PlannedDataset:
         return tokenizer
 
     def _open_shard(self, shard: ShardPlan) -> Tokens:
-        """Wait for a shard, check every byte of it, and map its tokens."""
+        """Wait for a shard, verify all its bytes, and map its tokens."""
         path = self._waiting.file(shard.file)
-        # A plan of another preparation has other shards of the same names.
+        # If the folder was prepared again, its shards have the same names and other contents.
         self._plan_file.require_unchanged()
         header: ShardHeader = read_header(path)
         if header.documents != shard.documents:

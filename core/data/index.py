@@ -1,4 +1,4 @@
-"""index.json: what a prepared folder holds. It is written last, so a folder without it is unfinished."""
+"""index.json: the contents of a prepared folder. It is written last, so a folder without it is unfinished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard: its file's name, its tokens and documents, the UTF-8 bytes of its text, its SHA-256."""
+    """A shard: the name of its file, numbers of tokens and documents, bytes of its text in UTF-8, and its SHA-256."""
 
     file: str
     tokens: int
@@ -29,7 +29,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """A split. The entropies (nats per token) are measured for `val` only, and are None without enough tokens."""
+    """A split. The entropies, in nats per token, exist only for `val`, and are None if there are too few tokens."""
 
     shards: tuple[ShardEntry, ...]
     unigram_entropy: float | None
@@ -37,28 +37,28 @@ class SplitEntry:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards, ends of text included."""
+        """The number of tokens in all shards, including ends of text."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Documents of all shards."""
+        """The number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the text in UTF-8."""
+        """The bytes of the text in UTF-8."""
         return sum(shard.text_bytes for shard in self.shards)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes per token, ends of text counted as tokens; loss / ln 2 / this is bits per byte."""
+        """The mean bytes per token, including ends of text; loss / ln 2 / this value is bits per byte."""
         return self.text_bytes / self.tokens if self.tokens else None
 
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """The contents of index.json; `settings` and `source` say how it was made and are for people to read."""
+    """The contents of index.json. `settings` and `source` document the preparation; no code depends on them."""
 
     vocab_size: int
     eot_id: int
@@ -76,7 +76,7 @@ class DatasetIndex:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides the contents: tokenizer, ids, and every shard in order; not how it was made."""
+        """The SHA-256 of the contents: tokenizer, ids, and every shard in order, without settings and source."""
         identity = {
             "format": FORMAT_VERSION,
             "vocab_size": self.vocab_size,
@@ -92,7 +92,7 @@ class DatasetIndex:
 
 
 def write_index(folder: Path, index: DatasetIndex) -> None:
-    """Write index.json into `folder`, which makes it finished.
+    """Write index.json into `folder`, which marks it as finished.
 
     Raises:
         UserError: it cannot be written.
@@ -115,7 +115,7 @@ def read_index(folder: Path) -> DatasetIndex:
     """Read index.json.
 
     Raises:
-        UserError: there is none, it is damaged, or it is of another format version.
+        UserError: the file is missing, is damaged, or has another format version.
     """
     path = folder / INDEX_NAME
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Count the records of a source that are no document or a copy of one: by kind and file, and where the first is."""
+"""Counts of the skipped records and the copies in a source, by kind and file, with the place of the first of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.core.report.text import plural
 
-# Counts by their names in index.json, with the reasons. The first three stand there even if they are 0.
+# Names of counts in index.json, with the reasons. Those in _ALWAYS are written even if they are 0.
 _ALWAYS = ("skipped_files", "skipped_documents", "empty_documents")
 LEFT_OUT = {
     "skipped_files": "not UTF-8 text",
@@ -19,7 +19,7 @@ LEFT_OUT = {
     "overlong_documents": "longer than max_document_bytes",
     "duplicate_documents": "copies of an earlier document",
 }
-# Copies that stay are counted, too.
+# The count of copies that are kept.
 KEPT = "kept_duplicate_documents"
 
 
@@ -28,30 +28,30 @@ class RecordCounts:
     """Counts of a source's records.
 
     Attributes:
-        by_file: for each file with any, by its name: how many of each kind, a key of LEFT_OUT or KEPT.
-        first: the place of the first of each kind.
+        by_file: name of a file → kind → count. A kind is a key of LEFT_OUT, or KEPT. Files without counts are absent.
+        first: kind → place of the first record.
     """
 
     by_file: dict[str, dict[str, int]] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, kind: str, file: str, place: str, count: int = 1) -> None:
-        """Count `count` records of `kind` in `file`, the first of them at `place`."""
+        """Add `count` records of `kind` in `file`; the first of them is at `place`."""
         counts = self.by_file.setdefault(file, {})
         counts[kind] = counts.get(kind, 0) + count
         self.first.setdefault(kind, place)
 
     def extend(self, other: RecordCounts) -> None:
-        """Add the counts of files that follow these."""
+        """Add the counts of files that come after these in the listing."""
         self.by_file |= other.by_file
         self.first = other.first | self.first
 
     def total(self, kind: str) -> int:
-        """Return how many records of `kind` all files hold together."""
+        """Return the number of records of `kind` in all files."""
         return sum(counts.get(kind, 0) for counts in self.by_file.values())
 
     def content(self) -> dict[str, Any]:
-        """Return what plan.json and index.json keep."""
+        """Return the entries for plan.json and index.json."""
         totals = {kind: self.total(kind) for kind in (*LEFT_OUT, KEPT)}
         return {
             **{kind: total for kind, total in totals.items() if total or kind in _ALWAYS},
@@ -61,15 +61,15 @@ class RecordCounts:
 
 
 def left_out_in_words(source: Mapping[str, Any]) -> list[str]:
-    """List what of a source is in no shard: `1 of 2 files: not UTF-8 text (b.txt)`.
+    """List the skipped records of a source as text: `1 of 2 files: not UTF-8 text (b.txt)`.
 
-    source: `source` of index.json; data that was prepared earlier has the counts and not the first names.
+    source: `source` of index.json. Data that older versions prepared has counts without first names.
     """
     return [_in_words(source, kind, why) for kind, why in LEFT_OUT.items() if source.get(kind, 0)]
 
 
 def kept_copies_in_words(source: Mapping[str, Any]) -> list[str]:
-    """List copies of earlier documents that are in the shards; data that was prepared earlier has no count."""
+    """List copies that are in the shards as text; data that older versions prepared has no count of them."""
     return [_in_words(source, KEPT, LEFT_OUT["duplicate_documents"])] if source.get(KEPT, 0) else []
 
 

@@ -1,4 +1,4 @@
-"""Making the next batches while the accelerator is busy with this one."""
+"""Prefetch batches on a background thread while the device computes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lockstep.core.errors import UserError
 T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
-# Seconds between a waiting consumer's tests whether the producer is still alive.
+# Seconds between two tests of a waiting consumer for whether the producer is alive.
 _LOOK_SECONDS = 1.0
 
 
 class LoaderError(UserError):
-    """An error in making a step's batch: it names the step and the reason. Earlier batches have been handed out."""
+    """An error in the making of a step's batch. The message names the step and the reason."""
 
 
 class Prefetcher(Generic[T]):
-    """An iterator of make(start), … make(stop - 1), computed ahead on a background thread.
+    """An iterator over make(start), …, make(stop - 1), computed in advance on a background thread.
 
-    The only state is the step number: a new one that begins at step k yields what this one would from step k on.
-    It is an iterator and a context manager; leaving the context ends the thread.
+    The only state is the step number: a new Prefetcher that starts at step k yields the same results from step k on. It
+    is also a context manager, and leaving the context ends the thread.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, depth: int = 2) -> None:
@@ -35,10 +35,10 @@ class Prefetcher(Generic[T]):
             make: a pure function of the step; called in order, on one thread.
             start: the first step.
             stop: one past the last step.
-            depth: at most so many finished results wait.
+            depth: maximum number of finished results in the queue.
 
         Raises:
-            ValueError: depth below one.
+            ValueError: depth is below one.
         """
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
@@ -48,14 +48,14 @@ class Prefetcher(Generic[T]):
         self._ready: deque[T] = deque()
         self._failure: BaseException | None = None
         self._done = False
-        self._step = start  # whose batch is being made
+        self._step = start  # the step whose batch is being made
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._produce, name="lockstep-prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
-        """Return itself: there is one position, not one per loop."""
+        """Return itself; all loops share one position."""
         return self
 
     def __next__(self) -> T:
@@ -64,7 +64,7 @@ class Prefetcher(Generic[T]):
         Raises:
             StopIteration: after the last step, or after a failure was raised.
             RuntimeError: after `close`.
-            LoaderError: `make` raised, at the step for which it did; or the thread ended without a word.
+            LoaderError: `make` raised an error at this step, or the thread ended without an error.
         """
         with self._changed:
             while not (self._ready or self._done or self._closed) and self._thread.is_alive():
@@ -85,7 +85,7 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def __enter__(self) -> Prefetcher[T]:
-        """Return itself; leaving the `with` block closes it."""
+        """Return itself; leaving the context closes it."""
         return self
 
     def __exit__(
@@ -95,10 +95,10 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Drop what waits and end the thread; may be called twice.
+        """Discard results in the queue and end the thread; it may be called twice.
 
-        A thread that is inside `make` ends when `make` returns. Should that take more than five seconds, this does
-        not wait for it: it is a daemon and keeps no process alive.
+        A thread inside `make` ends when `make` returns. `close` waits at most five seconds for it. The thread is a
+        daemon and does not keep the process alive.
         """
         with self._changed:
             self._closed = True
@@ -121,7 +121,7 @@ class Prefetcher(Generic[T]):
                     self._ready.append(item)
                     self._changed.notify_all()
         except BaseException as error:
-            # Also SystemExit and the like: the consumer must never wait for a thread that is gone.
+            # Catch SystemExit and similar errors too: the consumer must never wait for a thread that has ended.
             self._failure = error
         finally:
             with self._changed:

@@ -12,9 +12,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes that can be taken without swapping: what the kernel reports, within the container's limit.
+    """Return the bytes that can be allocated without swapping: the kernel's estimate, within the container's limit.
 
-    Returns 0 where the system reports nothing; callers then take the way that needs no memory.
+    Returns 0 if the system does not report it; callers then choose the way that needs the least memory.
     """
     limit = _container_bytes()
     machine = _machine_bytes()
@@ -22,9 +22,9 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes that this process could have by itself; 0 where the system reports nothing.
+    """Return the bytes that this process could have alone; 0 if the system does not report it.
 
-    The least of the machine's memory, the container's limit and the process's own (`ulimit -v`).
+    It is the minimum of the machine's memory, the container's limit and the process's own limit (`ulimit -v`).
     """
     found = []
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Several prepared data sets as one: their splits joined, their samples in the order of a mixture."""
+"""A mixture of prepared data sets: it joins their splits, and orders their samples by weight."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lockstep.core.data.tokenizer import TextTokenizer
 from lockstep.core.errors import UserError
 from lockstep.core.files.atomic import canonical_json
 
-# A place in a mixture is source · STRIDE + the place in the source's split, so no place depends on a source's size.
+# A position in a mixture is source · STRIDE + the position in the source's split. It does not depend on sizes.
 _PLACE_BITS = 48
 STRIDE = 1 << _PLACE_BITS
 
 
 def source_of(starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of the source of each place in a mixture."""
+    """Return the number of the source of each position in a mixture."""
     return starts >> _PLACE_BITS
 
 
 class JoinedSplit:
-    """The splits of all sources, by places in the mixture."""
+    """The splits of all sources, read by positions in the mixture."""
 
     def __init__(self, splits: Sequence[Split]) -> None:
-        """Take the sources' splits, in their order. Where all are in memory, they become parts of one array."""
+        """Join the sources' splits, in their order. If all are in memory, they become parts of one array."""
         self._splits = tuple(splits)
         held = [split.held for split in splits if isinstance(split, TokenSplit)]
         tokens = [part for part in held if part is not None]
@@ -45,7 +45,7 @@ class JoinedSplit:
             joined = np.concatenate(tokens)
             self._joined = TokenSplit([joined])
             sizes = np.array([part.size for part in tokens])
-            # By source: the end of its tokens in the array, and the way there from places in the mixture.
+            # By source: the end of its tokens in the array, and the offset from positions in the mixture to the array.
             self._ends = np.cumsum(sizes)
             begins = self._ends - sizes
             self._moves = begins - np.arange(len(tokens)) * STRIDE
@@ -55,13 +55,13 @@ class JoinedSplit:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources."""
+        """The number of tokens in all sources."""
         if self._joined is not None:
             return self._joined.num_tokens
         return sum(split.num_tokens for split in self._splits)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
-        """Return windows as `TokenSplit.gather` does. Raises IndexError also for a source that is not there."""
+        """Return windows as `TokenSplit.gather` does. Also raises IndexError for a source that does not exist."""
         sources = source_of(starts)
         if self._joined is not None:
             try:
@@ -94,18 +94,18 @@ class JoinedSplit:
 
 @dataclass(frozen=True)
 class MixedSampler(Sampler):
-    """The order of a mixture's blocks: sample i is block number j of its source's own order, epochs and all.
+    """The order of a mixture's blocks: sample i is block j of its source's own order, which continues over epochs.
 
     Attributes:
-        order: names the source of a sample, and j.
-        samplers: each source's order, all of one length of blocks.
+        order: gives the source of a sample, and j.
+        samplers: the order of each source; all have the same length of blocks.
     """
 
     order: MixtureOrder
     samplers: tuple[Sampler, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless there is one order a weight, and one length of blocks."""
+        """Raise ValueError unless there is one sampler per weight, and one length of blocks."""
         if len(self.samplers) != len(self.order.weights) or len({sampler.length for sampler in self.samplers}) != 1:
             raise ValueError("a mixture needs one sampler for each weight, all of one length of blocks")
 
@@ -114,17 +114,17 @@ class MixedSampler(Sampler):
         return hash((self.order, self.samplers))
 
     def __hash__(self) -> int:
-        """Return the hash of the fields, computed once: starts are looked up by it at each batch."""
+        """Return the hash of the fields; it is computed once, because each batch uses it to find cached starts."""
         return self._hash
 
     @property
     def length(self) -> int:
-        """Tokens in a block."""
+        """The number of tokens in a block."""
         return self.samplers[0].length
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sources."""
+        """The number of tokens in all sources."""
         return self._all_tokens if self.ahead else self._count_tokens()
 
     def _count_tokens(self) -> int:
@@ -136,11 +136,11 @@ class MixedSampler(Sampler):
 
     @cached_property
     def ahead(self) -> bool:
-        """Return whether samples may be placed long before they are read."""
+        """True if block starts can be computed long before the blocks are read."""
         return all(sampler.ahead for sampler in self.samplers)
 
     def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the run's blocks start, as places in the mixture."""
+        """Return the first tokens of the run's blocks, int64, as positions in the mixture."""
         if not run_blocks.size:
             return np.empty(0, np.int64)
         first = int(run_blocks[0])
@@ -153,25 +153,25 @@ class MixedSampler(Sampler):
             if rows.size:
                 own = numbers[rows]
                 begin = int(own[0])
-                # From the source's own stretches: of a few blocks the order takes nearly as long as of thousands.
+                # Use the source's cached ranges of starts: a few blocks take nearly as long to compute as thousands.
                 places = sampler.window_starts(begin * self.length, int(own[-1]) + 1 - begin, self.length)
                 starts[rows] = places[own - begin] + source * STRIDE
         return starts
 
     def epochs(self, samples: int) -> tuple[float, ...]:
-        """Return how often each source's blocks are read in the first `samples` samples: (k,) numbers."""
+        """Return how often each source's tokens are read in the first `samples` samples: (k,) numbers."""
         counts = self.order.counts(samples)
         return tuple(sampler.epochs(count)[0] for sampler, count in zip(self.samplers, counts, strict=True))
 
 
 class TokenMixture:
-    """Prepared data sets of one tokenizer, mixed by weight."""
+    """Prepared data sets with one tokenizer, mixed by weight."""
 
     def __init__(self, parts: Sequence[Part], sources: Sequence[Dataset]) -> None:
-        """Take each part's data set.
+        """Build the mixture from parts and their data sets.
 
         Raises:
-            UserError: two have different tokenizers, or hold the same data; the message names both folders.
+            UserError: two data sets have different tokenizers or the same data; the message names both folders.
         """
         self.parts, self.sources = tuple(parts), tuple(sources)
         first = self.sources[0]
@@ -189,17 +189,17 @@ class TokenMixture:
                 raise UserError(
                     f"{source.folder} and {same.folder} hold the same data: give one of them all the weight"
                 )
-        # Now, and not at the first batch, which several threads may make.
+        # Join the splits here and not at the first batch: several threads may make batches.
         self._splits = {name: JoinedSplit([source.split(name) for source in self.sources]) for name in ("train", "val")}
 
     @property
     def folder(self) -> Path:
-        """The first source's folder; all have the same tokenizer."""
+        """The folder of the first source; all sources have the same tokenizer."""
         return self.sources[0].folder
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the sources' fingerprints, in their order, and of their shares, exactly."""
+        """The SHA-256 of the sources' fingerprints, in their order, and of their exact shares."""
         total = sum(part.weight for part in self.parts)
         shares = [str(part.weight / total) for part in self.parts]
         identity = {"mixture": [[one.fingerprint, share] for one, share in zip(self.sources, shares, strict=True)]}
@@ -226,7 +226,7 @@ class TokenMixture:
         return self.sources[0].tokenizer()
 
     def facts(self) -> dict[str, Any]:
-        """Return what `Dataset.facts` does: sums of sizes, means by weight of the rest, and each source's own facts."""
+        """Return the entries of `Dataset.facts`: sums of sizes, weighted means of other values, and facts by source."""
         total = sum(part.weight for part in self.parts)
         shares = [float(part.weight / total) for part in self.parts]
         each = [source.facts() for source in self.sources]
@@ -245,7 +245,7 @@ class TokenMixture:
         }
 
     def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
-        """Return what `Dataset.origin` does, with `source_ids`: the number, from 0, of each window's source."""
+        """Return the entries of `Dataset.origin`, and `source_ids`: the number of each window's source, from 0."""
         sources, places = np.divmod(starts, STRIDE)
         documents = np.empty((len(starts), length), np.int64)
         for source in np.unique(sources).tolist():
@@ -255,12 +255,12 @@ class TokenMixture:
 
 
 def _sum(values: Sequence[Any], factors: Sequence[float]) -> Any:
-    """Return the sum of values times factors; None if a value is not known."""
+    """Return the sum of values times factors; None if a value is None."""
     if any(value is None for value in values):
         return None
     return sum(value * factor for value, factor in zip(values, factors, strict=True))
 
 
 def source_names(facts: Mapping[str, Any]) -> list[str]:
-    """Return the names of a mixture's sources, by the facts in run.json; none of a single data set."""
+    """Return the names of a mixture's sources from the facts in run.json; [] for a single data set."""
     return [source["name"] for source in facts.get("sources", [])]

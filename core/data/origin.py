@@ -1,4 +1,4 @@
-"""Trace the tokens of a batch back to the documents of the data."""
+"""Find the documents of a batch's tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lockstep.core.data.shards import read_document_starts, read_header
 
 
 def document_ids(shards: Sequence[Path], starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Return the number of the document that each token of a window belongs to: int64 (B, length).
+    """Return the number of the document of each token of the windows: int64 (B, length).
 
-    Numbers count from 0, in the order of the split. shards: of the split, in order. starts: int64 (B,), first token of
-    each window in the split. Raises UserError if a shard cannot be read, OSError if its table of documents cannot.
+    Documents are numbered from 0, in the order of the split. shards: the files of the split, in order. starts: int64
+    (B,), the first token of each window in the split. Raises UserError if a shard cannot be read, and OSError if its
+    table of documents cannot be read.
     """
     begins, tokens = [], 0
     for path in shards:

@@ -1,4 +1,4 @@
-"""A shuffle that is a function: where does index i go, without storing where the others go."""
+"""A shuffle as a pure function of the index, without a stored permutation."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ _ROUNDS = 8
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
 _SEED_LIMIT = 1 << 64
-# splitmix64's finaliser: shifts, and the factors that follow them.
+# splitmix64's finaliser: pairs of a shift and the factor after it.
 _FINALISER = ((_U64(30), _U64(0xBF58476D1CE4E5B9)), (_U64(27), _U64(0x94D049BB133111EB)))
 _LAST_SHIFT = _U64(31)
 
 
 def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, seed: int) -> NDArray[np.int64]:
-    """Send each index to its place in the permutation of [0, size) that (seed, epoch) names.
+    """Apply the permutation of [0, size) for (seed, epoch) to each index.
 
-    A balanced Feistel network over the smallest power of four >= size, a permutation whatever its round function is
-    (Luby & Rackoff 1988), walked along its cycle until it comes back into [0, size) (Black & Rogaway 2002). The round
-    function is splitmix64's finaliser (Steele, Lea & Flood 2014) with a key per (seed, epoch, round). The idea of a
-    data order as a pure function of the index is grain's `index_shuffle`.
+    The permutation is a balanced Feistel network over the smallest power of four >= size, which is a bijection for any
+    round function (Luby & Rackoff 1988). It is applied repeatedly until the result is in [0, size) (Black & Rogaway
+    2002). The round function is splitmix64's finaliser (Steele, Lea & Flood 2014) with a key per (seed, epoch, round).
+    grain's `index_shuffle` also defines a data order as a pure function of the index.
 
     Args:
         indices: int64, any shape, in [0, size).
         epochs: int64 >= 0, the same shape.
-        size: how many indices are permuted, >= 1.
+        size: number of indices, >= 1.
         seed: in [0, 2**64).
 
     Returns:
-        int64, the shape of `indices`; for a fixed epoch a bijection of [0, size).
+        int64, the shape of `indices`; for a fixed epoch, a bijection of [0, size).
 
     Raises:
         ValueError: shapes differ, an index or epoch or the seed is out of range.
@@ -39,10 +39,10 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
     if half_bits == 0:
         return np.zeros(indices.shape, dtype=np.int64)
     values, epochs = indices.astype(_U64).ravel(), epochs.ravel()
-    # Keys cost as much as the rest of a round. Nearly always all indices are of one epoch and share them.
+    # Computing keys costs as much as the rest of a round. Indices of one epoch, the usual case, share them.
     share = bool(epochs.size) and epochs.min() == epochs.max()
     epoch_keys = _mix((epochs[:1] if share else epochs).astype(_U64) * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
-    # By round and index; they stay the same along a cycle.
+    # Keys by round and index; repeated applications use the same keys.
     keys = _mix(epoch_keys + np.arange(1, _ROUNDS + 1, dtype=_U64)[:, None] * _GOLDEN)
     values = _feistel(values, keys, half_bits)
     outside = np.flatnonzero(values >= _U64(size))
@@ -53,7 +53,7 @@ def permute(indices: NDArray[np.int64], epochs: NDArray[np.int64], size: int, se
 
 
 def mixed(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Return 64 bits for each number that look drawn at random: splitmix64's finaliser, keyed by `seed`."""
+    """Return 64 pseudo-random bits for each number: splitmix64's finaliser, keyed by `seed`."""
     return _mix(values * _GOLDEN + _mix(np.array([seed], dtype=_U64)))
 
 
@@ -61,7 +61,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np
     mask = (_U64(1) << half_bits) - _U64(1)
     left, right, shift = values >> half_bits, values & mask, _U64(64) - half_bits
     for round_keys in keys:
-        # The finaliser's high bits depend on all input bits; a half needs only a few of them.
+        # Use the high bits of the finaliser, which depend on all input bits.
         mixed_right = _mix_in_place(right ^ round_keys)
         mixed_right >>= shift
         mixed_right ^= left
@@ -75,7 +75,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_in_place(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finaliser to an array itself. Array arithmetic in uint64 wraps around, as the algorithm requires."""
+    """Apply the finaliser to an array in place; uint64 arithmetic wraps around, as the algorithm requires."""
     for shift, factor in _FINALISER:
         values ^= values >> shift
         values *= factor

@@ -1,4 +1,4 @@
-"""plan.json: which documents go into which shard, decided and written before any shard is."""
+"""plan.json: the documents of each shard. It is written before any shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PLAN_NAME = "plan.json"
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A shard to write. `runs` are (number of the file, start, stop): spans that hold only this shard's documents."""
+    """A shard to write.
+
+    runs: (index of the file, start, stop), spans that contain only documents of this shard.
+    """
 
     file: str
     split: str
@@ -32,15 +35,15 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a preparation: everything that it reads and writes.
+    """The plan of a preparation: its inputs and its outputs.
 
     Attributes:
-        identity: the settings that decide the contents.
-        listing: the source as it was.
-        tokenizer_sha256: the tokenizer that the shards are written with.
-        bytes_per_token: measured on a sample; text bytes per token.
-        left_out: counts of records that are no document, or copies of one; see `RecordCounts.content`.
-        shards: in the order of the token stream, train before val.
+        identity: the settings that determine the contents.
+        listing: the source at the time of the plan.
+        tokenizer_sha256: the fingerprint of the tokenizer.
+        bytes_per_token: bytes of text per token, measured on a sample.
+        left_out: counts of skipped records and copies; see `RecordCounts.content`.
+        shards: the shards in the order of the token stream, train before val.
     """
 
     identity: dict[str, Any]
@@ -52,9 +55,10 @@ class Plan:
 
 
 def plan_shards(catalog: Catalog, shard_text_bytes: float) -> Iterator[ShardPlan]:
-    """Cut each split's documents, in order, into shards of about `shard_text_bytes` bytes of text.
+    """Split the documents of each split, in order, into shards of about `shard_text_bytes` bytes of text.
 
-    A function of the documents alone: text bytes, not tokens, because tokens are known only when all is done.
+    The result depends only on the documents. Sizes are bytes of text, because numbers of tokens are known only after
+    the preparation.
     """
     for split, chosen in (("train", ~catalog.is_val), ("val", catalog.is_val)):
         documents = np.flatnonzero(chosen)
@@ -91,10 +95,10 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """Read plan.json; None if there is none.
+    """Read plan.json; return None if the file does not exist.
 
     Raises:
-        UserError: it is damaged, or of another version.
+        UserError: the file is damaged, or has another version.
     """
     path = folder / PLAN_NAME
     if not path.exists():
@@ -122,7 +126,7 @@ def _file_row(file: SourceFile) -> list[Any]:
 
 
 def _runs(catalog: Catalog, members: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Join neighbours: documents that follow each other in one file with nothing between them."""
+    """Join the spans of documents that are adjacent in one file."""
     file, start, stop = catalog.file[members], catalog.start[members], catalog.stop[members]
     breaks = np.flatnonzero((file[1:] != file[:-1]) | (start[1:] != stop[:-1])) + 1
     firsts, lasts = np.append(0, breaks), np.append(breaks, members.size) - 1

@@ -1,4 +1,4 @@
-"""Text in, token shards out: the whole of `lockstep data prepare` but its words on the screen."""
+"""From text to token shards: `lockstep data prepare`, without its output on the screen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEFAULT_VOCAB_SIZE = 32_768
 
 _TOKENIZER_SAMPLE_BYTES = 16 << 20
 _MEASURED_BYTES = 1 << 20
-# Shards are sized from a sample, so the disk must have room for some more than the estimate.
+# Required disk space / estimated size of the shards: the estimate comes from a sample.
 _DISK_MARGIN = 1.2
 
 
@@ -54,16 +54,16 @@ class PrepareSettings:
     """The settings of the data set to prepare.
 
     Attributes:
-        out: the folder to write; made if it is not there.
+        out: the folder to write; it is created if it does not exist.
         source: see `lockstep.core.data.sources.list_source`; None is Python's standard library.
-        vocab_size: tokens of the tokenizer to train, the end of text included; None is 32,768.
+        vocab_size: number of tokens of the tokenizer to train, including the end of text; None is 32,768.
         tokenizer: a tokenizer.json to use; not together with `vocab_size`.
         column: the key or column with the text, for JSON lines and parquet.
-        val_fraction: share of the documents for validation, in (0, 1).
+        val_fraction: fraction of the documents for validation, in (0, 1).
         on_broken, duplicates, max_document_bytes: see `RecordRules`.
-        shard_tokens: about how many tokens go into a shard.
-        workers: processes that encode; changes no byte of the result.
-        force: throw away what the folder holds of earlier preparations.
+        shard_tokens: approximate number of tokens in a shard.
+        workers: number of worker processes; the result does not depend on it.
+        force: remove the files of earlier preparations in the folder.
     """
 
     out: str | Path
@@ -81,13 +81,13 @@ class PrepareSettings:
 
     @property
     def rules(self) -> RecordRules:
-        """Return what is done with records that are not plainly documents."""
+        """The rules for unusual records."""
         return RecordRules(self.on_broken, self.duplicates, self.max_document_bytes)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a stage: `done` of `total` bytes of text; both 0 where a stage does not know."""
+    """Progress of a stage: `done` of `total` bytes of text; both are 0 for a stage without this information."""
 
     stage: Literal["read", "tokenizer", "encode", "measure"]
     done: int
@@ -96,7 +96,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """The result of a preparation. `up_to_date`: nothing was left to do; shards are then all among `shards_kept`."""
+    """The result of a preparation. up_to_date: True if the folder was already complete; then all shards were kept."""
 
     folder: Path
     index: DatasetIndex
@@ -111,20 +111,20 @@ OnProgress = Callable[[Progress], None]
 def prepare(
     settings: PrepareSettings, on_progress: OnProgress | None = None, engine: Engine | None = None
 ) -> PrepareResult:
-    """Turn a source into token shards that `TokenDataset.open` reads.
+    """Convert a source to token shards for `TokenDataset.open`.
 
-    The order of things on the disk is what makes it safe to interrupt: plan.json, tokenizer.json, the shards,
-    index.json, each whole or absent. Started again with the same settings and source, it keeps what is finished;
-    if all is, it does nothing.
+    It can be interrupted safely: it writes plan.json, tokenizer.json, the shards and index.json in this order, each
+    atomically. A second call with the same settings and source keeps finished files. If all are finished, it changes
+    nothing.
 
     Args:
-        settings: what to prepare.
-        on_progress: called now and then, in this process.
-        engine: where the parts are computed; None is `settings.workers` processes of this machine.
+        settings: the settings.
+        on_progress: called from time to time, in this process.
+        engine: computes the parts; None is `settings.workers` processes on this machine.
 
     Raises:
-        UserError: settings that cannot be, a source without text, a folder that holds something else, no room on the
-            disk, or another process at work in the folder.
+        UserError: invalid settings, a source without text, a folder with other contents, too little space on the disk,
+            or another process that prepares the folder.
     """
     _check_settings(settings)
     report = on_progress or (lambda progress: None)
@@ -149,7 +149,7 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine
     identity = _identity(settings, given)
     plan = None if settings.force else plan_to_continue(folder, identity, listing)
     if plan is None:
-        # A worker that cannot read the source is found now, and not after hours of reading.
+        # Test one worker's access to the source now, and not after hours of reading.
         list(engine.map(require_source, listing.files[:1], folder))
         remove_prepared(folder)
         plan = _start(settings, folder, identity, listing, given, report, engine)
@@ -157,13 +157,13 @@ def _prepare(settings: PrepareSettings, folder: Path, report: OnProgress, engine
         index = read_index(folder)
         if not (damaged := damaged_shards(folder, index)):
             return PrepareResult(folder, index, True, 0, len(plan.shards))
-        # From here on the folder is an unfinished one, until all shards are right again.
+        # Without index.json the folder counts as unfinished, until all shards are repaired.
         remove_files([folder / INDEX_NAME, *damaged])
     return _finish(folder, plan, report, engine)
 
 
 def _remove_if_nothing_came_of_it(folder: Path, made: list[Path]) -> None:
-    """Remove the folders that this call `made`, the innermost first, unless something is in `folder`."""
+    """Remove the folders that this call created, the innermost first, if `folder` has nothing but its lock."""
     with contextlib.suppress(OSError):
         if made and [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
@@ -201,14 +201,14 @@ def _make_folder(folder: Path) -> None:
 
 
 def _identity(settings: PrepareSettings, given: TextTokenizer | None) -> dict[str, Any]:
-    """Return the settings that decide the contents, as they stand in plan.json and index.json."""
+    """Return the settings that determine the contents, for plan.json and index.json."""
     return {
         "vocab_size": None if given else settings.vocab_size or DEFAULT_VOCAB_SIZE,
         "tokenizer": given.fingerprint if given else None,
         "column": settings.column,
         "val_fraction": settings.val_fraction,
         "shard_tokens": settings.shard_tokens,
-        # Only where they are not the default: what was prepared before there were these settings goes on.
+        # Only values that are not the default: plans from before these settings existed can then be continued.
         **{name: value for name, value in vars(settings.rules).items() if value != vars(RecordRules())[name]},
     }
 
@@ -222,7 +222,7 @@ def _start(
     report: OnProgress,
     engine: Engine,
 ) -> Plan:
-    """Read the source, settle the tokenizer and the shards, and write both down."""
+    """Read the source, determine the tokenizer and the shards, and write tokenizer.json and plan.json."""
     total = listing.size
     on_bytes: Callable[[int], None] = lambda done: report(Progress("read", done, total))  # noqa: E731
     catalog = read_catalog(listing, settings.column, settings.val_fraction, on_bytes, settings.rules, engine, folder)
@@ -245,11 +245,11 @@ def _start(
 def _settle_tokenizer(
     identity: dict[str, Any], listing: SourceListing, catalog: Catalog, given: TextTokenizer | None
 ) -> tuple[TextTokenizer, float]:
-    """Return the tokenizer and its bytes per token, measured on the head of an even sample of the training text."""
+    """Return the tokenizer and its bytes per token, measured on an even sample of the training text."""
     budget = _MEASURED_BYTES if given else _TOKENIZER_SAMPLE_BYTES
     sample = list(sample_training_text(listing, identity["column"], catalog, budget))
     tokenizer = given or train_tokenizer(sample, identity["vocab_size"])
-    # Every k-th text, so that what is measured is as even as the sample.
+    # Take every k-th text, so that the measured texts are as evenly spread as the sample.
     measured = sample[:: max(1, sum(map(len, sample)) // _MEASURED_BYTES)]
     tokens = sum(ids.size + 1 for ids in tokenizer.encode_documents(measured))
     return tokenizer, sum(len(text.encode()) for text in measured) / tokens
@@ -265,13 +265,13 @@ def _check_disk(folder: Path, shards: tuple[ShardPlan, ...], bytes_per_token: fl
 
 
 def _finish(folder: Path, plan: Plan, report: OnProgress, engine: Engine) -> PrepareResult:
-    """Write the shards that are missing, measure the validation split, and write the index."""
+    """Write missing shards, measure the entropies of the validation split, and write the index."""
     tokenizer = load_tokenizer(folder / TOKENIZER_NAME)
     headers = {
         shard.file: header for shard in plan.shards if (header := _kept_header(folder, shard, tokenizer)) is not None
     }
     kept = len(headers)
-    # A run that trains meanwhile needs the held-out shards at its start, and the others in their order.
+    # A run that trains at the same time needs the validation shards first, and then the others in their order.
     in_order = sorted(plan.shards, key=lambda shard: shard.split != "val")
     missing = tuple(shard for shard in in_order if shard.file not in headers)
     _check_disk(folder, missing, plan.bytes_per_token, token_bytes_for(tokenizer.vocab_size))
@@ -289,7 +289,7 @@ def _finish(folder: Path, plan: Plan, report: OnProgress, engine: Engine) -> Pre
 
 
 def _kept_header(folder: Path, shard: ShardPlan, tokenizer: TextTokenizer) -> ShardHeader | None:
-    """Return the header of a shard that is there and whole, else None."""
+    """Return the header of a shard that exists and is undamaged, else None."""
     path = folder / shard.file
     try:
         header = read_header(path)

@@ -1,7 +1,7 @@
-"""Files at addresses (`s3://bucket/key`): listed, described and opened by fsspec's file systems.
+"""Files at remote addresses (`s3://bucket/key`), listed, described and opened by fsspec's file systems.
 
-Credentials are those that each library finds by itself (environment, its own files, the machine's role). No address,
-plan, index or message holds one.
+Each library finds credentials by itself (environment, its own files, the machine's role). Addresses, plans, indexes and
+messages never contain credentials.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 from lockstep.core.errors import UserError
 
-# By protocol: the package that fsspec's file system of that name needs.
+# Protocol → the package that fsspec needs for it.
 PROTOCOLS = {
     "memory": "fsspec",
     "s3": "s3fs",
@@ -44,7 +44,7 @@ _LOGIN = {
 
 @dataclass(frozen=True)
 class _Patience:
-    """Timeouts and retries of a request, in seconds."""
+    """The timeout of a request in seconds, and its number of attempts."""
 
     seconds: int
     tries: int
@@ -52,21 +52,21 @@ class _Patience:
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
-# Entries in which two versions of a file differ, by the libraries' names for them.
+# Keys of a file's description that differ between versions of the file, by library, and keys of its time.
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
-# A server that does not answer is given up after seconds (so many a try, few tries) as a source is listed. Later, one
-# that is busy for a moment must not end hours of work.
+# While a source is listed, a server without an answer is an error after a few seconds. Later, timeouts are longer: a
+# server that is busy for a moment must not end hours of work.
 _CONNECT_SECONDS = 4
 _TO_LIST, _TO_READ = _Patience(5, 2), _Patience(20, 5)
-# A request brings this much, so that a file of text takes few of them.
+# Bytes per request, so that a text file needs few requests.
 _REQUEST_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as its server describes it: `version` is its ETag or the like; without one, `mtime_ns` stands for it."""
+    """The server's description of a file. version: its ETag or a similar id; if it is empty, `mtime_ns` is used."""
 
     path: str
     size: int
@@ -75,13 +75,13 @@ class RemoteFile:
 
 
 def protocol_of(path: str) -> str | None:
-    """Return the protocol of an address; None for a path of this machine."""
+    """Return the protocol of an address; None for a local path."""
     match = _ADDRESS.match(path)
     return match[1] if match else None
 
 
 def normalized(source: str) -> str:
-    """Return the path behind a `file://` address; else the source, an address with its protocol in small letters."""
+    """Return the path of a `file://` address, another address with its protocol in lower case, or a local path."""
     match = _ADDRESS.match(source)
     if match is None:
         return source
@@ -90,12 +90,12 @@ def normalized(source: str) -> str:
 
 
 def list_files(source: str) -> tuple[str, list[RemoteFile]]:
-    """List the files at an address: a file, a folder to the bottom, or a glob. Returns their common root, too.
+    """List the files at an address: a file, a folder with its subfolders, or a glob. Returns (common root, files).
 
-    Names that begin with a dot are left out, as they are in a folder of this machine.
+    Names that begin with a dot are omitted, as in a local folder.
 
     Raises:
-        UserError: an address of another kind, a package that is missing, or a server that refuses or is not there.
+        UserError: an unsupported address, a missing package, or a server that refuses access or cannot be reached.
     """
     with explained(source):
         system = _system(source)
@@ -116,23 +116,23 @@ def list_files(source: str) -> tuple[str, list[RemoteFile]]:
 
 
 def describe(path: str) -> RemoteFile:
-    """Fetch the present description of the file at `path`. Raises UserError if the server refuses or has none."""
+    """Fetch the current description of the file at `path`. Raises UserError if the server refuses or has no file."""
     with explained(path):
         system = _system(path)
         return _described(system, system.info(system._strip_protocol(path)))
 
 
 def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
-    """Open the file at `path` to be read from its beginning on, or, with `ranges`, here and there.
+    """Open the file at `path` for reading. ranges: optimise for random access, not for reading in order.
 
     Raises:
-        UserError: the server refuses, or there is no such file.
+        UserError: the server refuses access, or there is no such file.
     """
     with explained(path):
         system = _system(path, _TO_READ)
         name = system._strip_protocol(path)
         if system.protocol == "memory":
-            # The file system's own object has one position for all who read it.
+            # The file system's own object has one position, which all readers would share.
             return io.BytesIO(system.cat_file(name))
         caching = {"cache_type": "none"} if ranges else {"cache_type": "readahead", "block_size": _REQUEST_BYTES}
         return cast(IO[bytes], system.open(name, "rb", **caching))
@@ -140,17 +140,16 @@ def open_file(path: str, *, ranges: bool = False) -> IO[bytes]:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Raise any error of a file system's library, inside the block, as one line with the remedy; not for local paths.
+    """Convert an error of a file system's library inside the context to a UserError of one line with the remedy.
 
-    Raises:
-        UserError: as said.
+    Errors of local paths are raised unchanged.
     """
     protocol = protocol_of(path)
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # every library has exceptions of its own
+    except Exception as error:  # each library has its own exceptions
         if protocol is None:
             raise
         raise UserError(_in_words(path, protocol, error)) from error
@@ -181,7 +180,7 @@ def _connected(protocol: str, patience: _Patience) -> Any:
     if protocol in ("s3", "s3a"):
         of_user = fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": patience.seconds}
-        # botocore's retries would multiply s3fs's.
+        # Disable botocore's retries, which would multiply those of s3fs.
         options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}, **of_user}
     system = fsspec.filesystem(protocol, **options)
     if protocol in ("s3", "s3a"):
@@ -192,13 +191,13 @@ def _connected(protocol: str, patience: _Patience) -> Any:
 def _described(system: Any, info: dict[str, Any]) -> RemoteFile:
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "").strip('"')
     changed = next((info[key] for key in _TIMES if info.get(key)), None)
-    # A copy of the same bytes under the same ETag is the same file, whenever it was written.
+    # A copy of the same bytes with the same ETag is the same file, so the time is ignored.
     mtime_ns = 0 if version else _nanoseconds(changed)
     return RemoteFile(system.unstrip_protocol(info["name"]), int(info["size"] or 0), mtime_ns, version)
 
 
 def _nanoseconds(moment: Any) -> int:
-    """Return a moment as a library has it (seconds, a datetime or a text of one) in whole microseconds, as ns."""
+    """Convert a library's time (seconds, a datetime, or a datetime as text) to nanoseconds, rounded to microseconds."""
     if isinstance(moment, str):
         moment = datetime.fromisoformat(moment)
     seconds = moment.timestamp() if isinstance(moment, datetime) else float(moment or 0)
@@ -206,17 +205,17 @@ def _nanoseconds(moment: Any) -> int:
 
 
 def _shown(found: Iterable[dict[str, Any]], root: str) -> list[dict[str, Any]]:
-    """Return the files of `found`; below `root`, those with a name or a folder that begins with a dot are not."""
+    """Return the files of `found`, without files below `root` whose name or folder begins with a dot."""
     return [
         info
         for info in found
-        # A name that ends with a slash is an empty object that stands for a folder.
+        # An object whose name ends with a slash is empty, and represents a folder.
         if info["type"] == "file" and not info["name"].endswith("/") and not _is_hidden(info["name"], root)
     ]
 
 
 def _is_hidden(name: str, root: str) -> bool:
-    # Names in a pattern hold no dot that a `*` stands for.
+    # For a glob, test all parts of the name: `*` does not match a leading dot.
     below = name.split("/")[len(root.rstrip("/").split("/")) :] if not has_magic(root) else name.split("/")
     return any(part.startswith(".") for part in below)
 
@@ -226,7 +225,7 @@ def _login(protocol: str) -> str:
 
 
 def _in_words(path: str, protocol: str, error: BaseException) -> str:
-    """Name the remedy, and of the error only a code or a class: a library's own words may hold parts of a request."""
+    """Describe the remedy, and the error by its code or class: its own message may contain parts of a request."""
     if isinstance(error, ImportError):
         return f"{path} needs {PROTOCOLS[protocol]}: pip install {PROTOCOLS[protocol]}"
     chain = list(_causes(error))
@@ -253,7 +252,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _code(error: BaseException) -> str:
-    """Return a server's code for what went wrong (`ExpiredToken`, 403); empty if there is none."""
+    """Return a server's error code (`ExpiredToken`, 403); "" if there is none."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("Error", {}).get("Code", "")

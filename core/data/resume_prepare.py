@@ -1,4 +1,4 @@
-"""Read what an earlier preparation left in a folder: decide whether it can be continued, and which parts are sound."""
+"""Find out whether an earlier preparation in a folder can be continued, and which of its files are undamaged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lockstep.core.data.shards import read_header
 from lockstep.core.data.sources import SourceListing
 from lockstep.core.errors import UserError
 
-# Match only names like train_00000.bin: other people's files are not ours to remove.
+# Match only names like train_00000.bin, because the user's own files must not be removed.
 _FIVE_DIGITS = "[0-9]" * 5
 
 
 def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceListing) -> Plan | None:
-    """Return the plan in `folder` if these settings would make the same; None if there is nothing to go on with.
+    """Return the plan in `folder` if these settings and this source would give the same; None if there is none.
 
     Raises:
-        UserError: the folder was prepared with other settings or from another source, or holds files that have no plan.
+        UserError: the folder was prepared with other settings or from another source, or has such files without a plan.
     """
     plan = read_plan(folder)
     if plan is None:
@@ -53,7 +53,7 @@ def damaged_shards(folder: Path, index: DatasetIndex) -> list[Path]:
 
 
 def remove_prepared(folder: Path) -> None:
-    """Remove all that a preparation writes, and nothing else.
+    """Remove the files that a preparation writes, and no others.
 
     Raises:
         UserError: a file cannot be removed.
@@ -62,7 +62,7 @@ def remove_prepared(folder: Path) -> None:
 
 
 def _setting(identity: dict[str, Any], name: str) -> Any:
-    # Rules for records stand in an identity where they are not the default ones, which is what earlier plans have.
+    # An identity lacks rules for records that have the default value, as plans of older versions do.
     return identity.get(name, vars(RecordRules()).get(name))
 
 
@@ -87,14 +87,14 @@ def _checksum_in_header(path: Path) -> str | None:
 
 
 def _ours(folder: Path) -> list[Path]:
-    """List the files of a preparation, in the order in which they may be removed: one with a plan can be continued."""
+    """List the files of a preparation in the order of removal, the plan last: with it, the rest can be continued."""
     shards = itertools.chain.from_iterable(folder.glob(f"{split}_{_FIVE_DIGITS}*.bin") for split in ("train", "val"))
     named = [folder / name for name in (INDEX_NAME, TOKENIZER_NAME, PLAN_NAME)]
     return [path for path in [named[0], *sorted(shards), *named[1:]] if path.exists()]
 
 
 def remove_files(paths: list[Path]) -> None:
-    """Remove `paths` in this order; those that are not there are as good as removed.
+    """Remove `paths` in this order; missing files are ignored.
 
     Raises:
         UserError: one cannot be removed.

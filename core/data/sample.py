@@ -1,4 +1,4 @@
-"""A bounded, even sample of the training text, for training the tokenizer."""
+"""A bounded, even sample of the training text, for the training of the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lockstep.core.data.catalog import Catalog, read_cataloged
 from lockstep.core.data.documents import Document
 from lockstep.core.data.sources import SourceListing
 
-# A long document gives pieces of this many bytes, so that one document cannot fill the sample with its beginning.
+# Bytes of a piece. A long document gives several pieces, so that its beginning alone cannot fill the sample.
 _PIECE_BYTES = 1 << 16
-# Looked at as Python numbers at the same time.
+# Number of documents whose sizes are converted to Python numbers at a time.
 _DOCUMENTS = 1 << 16
 
 
 def sample_training_text(listing: SourceListing, column: str, catalog: Catalog, budget: int) -> Iterator[str]:
-    """Yield about `budget` bytes of the training documents, spread over them evenly; all of it if there is less.
+    """Yield about `budget` bytes of the training documents, spread evenly over them; all text if there is less.
 
-    Going through the documents in order, one is taken whenever the share of the budget that the text so far deserves
-    has not been taken yet. Nothing is drawn at random and nothing but the source decides.
+    In the order of the documents, one is taken if less text than its proportional part of the budget was taken so far.
+    The result depends only on the source; no random numbers are used.
     """
     train = np.flatnonzero(~catalog.is_val)
     total = int(catalog.text_bytes[train].sum())
@@ -46,7 +46,7 @@ def _pieces(document: Document, text_bytes: int, wanted_bytes: int) -> Iterator[
         yield "".join(document.chunks())
         return
     count = max(1, wanted_bytes // _PIECE_BYTES)
-    # In characters, of which a byte count is some fraction. A long text is read once to count them, and once more.
+    # Convert bytes to characters. A long text is read twice: to count its characters, and to cut pieces.
     characters = sum(map(len, document.chunks()))
     length = characters * wanted_bytes // (text_bytes * count)
     begins = iter([characters * number // count for number in range(count)])

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function from a position in the run to one in the data; resuming needs no state."""
+"""The order of samples: a pure function from a position in the run to one in the data, so a resume needs no state."""
 
 from __future__ import annotations
 
@@ -13,57 +13,60 @@ from lockstep.core.config.mixture import MOST_SOURCES
 from lockstep.core.data.permutation import permute
 from lockstep.core.errors import UserError
 
-# Sequences of a run whose starts are computed at once.
+# Number of sequences of a range, whose starts are computed together.
 _STRETCH = 4096
-# Stretches that are kept, 32 KiB each: two of each source of the largest mixture, whose own stretches take from them.
+# Number of cached ranges of 32 KiB each: two for each source of the largest mixture, and some for the mixture.
 _KEPT = 2 * MOST_SOURCES + 16
 
 
 class Sampler(ABC):
-    """An order of blocks of one length: a run's block number to a place in a split. Equal ones have equal orders."""
+    """An order of blocks: from a block's number in the run to its position in a split.
+
+    Equal samplers have equal orders.
+    """
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens in a block."""
+        """The number of tokens in a block."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens of the split that the order is made for."""
+        """The number of tokens in the split for which the order is made."""
 
     @property
     def ahead(self) -> bool:
-        """Return whether blocks may be placed long before they are read."""
+        """True if block starts can be computed long before the blocks are read."""
         return True
 
     @abstractmethod
     def epochs(self, blocks: int) -> tuple[float, ...]:
-        """Return how often the split's blocks are read in the first `blocks` blocks: one number a source."""
+        """Return how often the split's blocks are read in the first `blocks` blocks: one number per source."""
 
     @abstractmethod
     def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first input token in the split of each of the run's blocks: int64, both of one shape (blocks,).
+        """Return the position in the split of the first input token of each of the run's blocks: int64 (blocks,).
 
-        run_blocks: consecutive numbers from 0, in order; a number may stand several times in a row.
+        run_blocks: int64 (blocks,), consecutive numbers, from 0 on, ascending; a number may be repeated.
         """
 
     def window_starts(self, first_token: int, count: int, sequence_length: int) -> NDArray[np.int64]:
         """Return the starts of the run's next `count` sequences in the split.
 
-        The run's position p = first_token + i * sequence_length lies in the run's block p // length. A shorter sequence
-        length therefore cuts blocks, and changing the length at a block's end repeats nothing and loses nothing.
+        The run's position p = first_token + i * sequence_length is in the run's block p // length. A shorter sequence
+        length therefore splits blocks, and a change of the length at the end of a block repeats and omits no tokens.
 
         Args:
-            first_token: input tokens that the run has seen before; a multiple of `sequence_length`.
-            count: how many sequences, >= 0.
-            sequence_length: input tokens in each; divides the length of a block.
+            first_token: number of input tokens that the run has read before; a multiple of `sequence_length`.
+            count: number of sequences, >= 0.
+            sequence_length: input tokens per sequence; a divisor of the length of a block.
 
         Returns:
-            int64 (count,): the first input token of each sequence; it may be read-only.
+            int64 (count,): the first input token of each sequence; the array may be read-only.
 
         Raises:
-            ValueError: a length that does not divide, or a position that is negative or not a multiple.
+            ValueError: a length that is not a divisor, or a position that is negative or not a multiple.
         """
         if sequence_length < 1 or self.length % sequence_length:
             raise ValueError(f"sequence_length {sequence_length} must divide block_length {self.length}")
@@ -80,23 +83,23 @@ class Sampler(ABC):
         return (stretches[0] if len(stretches) == 1 else np.concatenate(stretches))[begin : begin + count]
 
     def _cut(self, first: int, count: int, sequence_length: int) -> NDArray[np.int64]:
-        """Return the starts of sequences as `window_starts` does, computed now."""
+        """Compute the starts of `count` sequences, beginning with sequence number `first`, without the cache."""
         run_blocks, parts = np.divmod(first + np.arange(count, dtype=np.int64), self.length // sequence_length)
         return self.block_starts(run_blocks) + parts * sequence_length
 
 
 @dataclass(frozen=True)
 class BlockSampler(Sampler):
-    """The order in which a run sees the tokens of a split.
+    """The order in which a run reads the tokens of a split.
 
-    The split is cut into n = (num_tokens - 1) // block_length blocks; block b holds the input tokens
-    [b * block_length, (b + 1) * block_length), and the token after each is its target. Every epoch visits every
-    block once, in its own order. At most block_length tokens at the end of the split are never an input.
+    The split consists of n = (num_tokens - 1) // block_length blocks. Block b has the input tokens
+    [b * block_length, (b + 1) * block_length); the target of each token is the next one. Every epoch visits every block
+    once, in an order of its own. At most block_length tokens at the end of the split are never inputs.
 
     Attributes:
-        seed: in [0, 2**64); names the order.
-        num_tokens: tokens in the split.
-        block_length: tokens in a block; the longest sequence length of the run.
+        seed: seed of the order, in [0, 2**64).
+        num_tokens: number of tokens in the split.
+        block_length: tokens per block; the longest sequence length of the run.
     """
 
     seed: int
@@ -120,17 +123,17 @@ class BlockSampler(Sampler):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in an epoch."""
+        """The number of blocks in an epoch."""
         return (self.num_tokens - 1) // self.block_length
 
     @property
     def length(self) -> int:
-        """Tokens in a block."""
+        """The number of tokens in a block."""
         return self.block_length
 
     @property
     def tokens(self) -> int:
-        """Tokens in the split."""
+        """The number of tokens in the split."""
         return self.num_tokens
 
     def epochs(self, blocks: int) -> tuple[float, ...]:
@@ -138,7 +141,7 @@ class BlockSampler(Sampler):
         return (blocks / self.num_blocks,)
 
     def block_starts(self, run_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where blocks start: run block r is block number r % n of epoch r // n."""
+        """Return the starts of blocks, int64: run block r is block number r % n in the order of epoch r // n."""
         epochs, indices = np.divmod(run_blocks, self.num_blocks)
         return permute(indices, epochs, self.num_blocks, self.seed) * self.block_length
 
@@ -147,7 +150,8 @@ class BlockSampler(Sampler):
 def _stretch(sampler: Sampler, sequence_length: int, number: int) -> NDArray[np.int64]:
     """Return the starts of the run's sequences from number * _STRETCH on, int64 (_STRETCH,), read-only.
 
-    To permute 16 places takes a quarter as long as 4,096, so a small batch's are computed with those that follow.
+    The permutation of 16 indices takes a quarter of the time of 4,096, so the starts of a small batch are computed
+    together with the following ones.
     """
     starts = sampler._cut(number * _STRETCH, _STRETCH, sequence_length)
     starts.flags.writeable = False

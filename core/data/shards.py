@@ -1,16 +1,16 @@
-"""The shard: one file of token ids, with its documents' beginnings and a checksum over everything.
+"""The format of a shard: a file of token ids, with a table of its documents and a checksum.
 
-    offset  size  what
+    offset  size  contents
     0       8     magic, "LKSTPTOK"
     8       4     format version
     12      4     bytes per token: 2 (ids below 65,536) or 4
     16      8     T, the number of tokens
     24      8     D, the number of documents
     32      32    SHA-256 of bytes 0 to 31 followed by everything from byte 64
-    64      8 D   where each document begins, in tokens; the first is 0
+    64      8 D   the start of each document, in tokens; the first is 0
     64+8D   .. T  the tokens; each document ends with the end-of-text token
 
-All numbers are unsigned and little-endian. The document table stands before the tokens so that both are aligned.
+All numbers are unsigned and little-endian. The document table is before the tokens, so that both are aligned.
 """
 
 from __future__ import annotations
@@ -60,56 +60,56 @@ class ShardHeader:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The tokens' dtype on the disk."""
+        """The dtype of the tokens in the file."""
         return np.dtype(f"<u{self.token_bytes}")
 
     @property
     def tokens_offset(self) -> int:
-        """Return the offset of the tokens in the file, in bytes."""
+        """The offset of the tokens in the file, in bytes."""
         return _HEADER_BYTES + 8 * self.documents
 
     @property
     def file_bytes(self) -> int:
-        """The size that the file must have."""
+        """The size of the file that the header implies, in bytes."""
         return self.tokens_offset + self.tokens * self.token_bytes
 
 
 def shard_name(split: str, number: int) -> str:
-    """Return the file of a split's shard."""
+    """Return the file name of a split's shard."""
     return f"{split}_{number:05d}.bin"
 
 
 def require_shard_name(name: object) -> None:
-    """Raise UserError unless an index or a plan can name a file so: what it names is read, written and removed."""
+    """Raise UserError unless `name` is a shard's file name: files that an index or a plan names may be removed."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"{name!r} is no name of a shard; prepare the data again with --force")
 
 
 def token_bytes_for(vocab_size: int) -> int:
-    """Return the bytes per token: 2 while every id below `vocab_size` fits in 16 bits, else 4."""
+    """Return the bytes per token: 2 if every id below `vocab_size` fits in 16 bits, else 4."""
     return 2 if vocab_size <= _LARGEST_SHORT_VOCABULARY else 4
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The identity of a mapped file, by which a file that was changed or replaced since is noticed."""
+    """The identity of a memory-mapped file, which shows whether the file was changed or replaced."""
 
     path: Path
     identity: tuple[int, int, int, int]
 
     @classmethod
     def of(cls, path: Path) -> ShardFile:
-        """Return the file as it is now. Raises UserError if it is not there."""
+        """Return the current identity of a file. Raises UserError if it does not exist."""
         return cls(path, _identity(path))
 
     def require_unchanged(self) -> None:
-        """Raise UserError if the file is gone or another one. Reading beyond a cut file's end kills the process."""
+        """Raise UserError if the file is missing or was changed: a read beyond the end of a mapped file is fatal."""
         if _identity(self.path) != self.identity:
             raise UserError(f"the shard {self.path} was changed while it was in use; put it back, or prepare it anew")
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    """Return what another file, or a changed one, has not. Raises UserError if there is none."""
+    """Return (device, inode, size, time of change) of a file. Raises UserError if it does not exist."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -118,9 +118,9 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
 
 
 class ShardWriter:
-    """A writer that collects the tokens of whole documents, and writes them as one shard, atomically.
+    """A writer that collects the tokens of documents, and writes them as one shard, atomically.
 
-    Few documents or long ones: up to `_HELD_BYTES` of tokens are in memory, more in a file without a name.
+    Up to `_HELD_BYTES` bytes of tokens are kept in memory, more in a temporary file.
     """
 
     def __init__(self, path: Path, token_bytes: int) -> None:
@@ -136,11 +136,11 @@ class ShardWriter:
         self._held.close()
 
     def add(self, ids: NDArray[np.integer[Any]], *, ends: bool = True) -> None:
-        """Add token ids of a document, shape (tokens,); with `ends`, they end it and hold its end of text.
+        """Add token ids of a document, shape (tokens,). ends: they end the document, and include its end of text.
 
         Raises:
-            UserError: the disk is full.
-            ValueError: the document has no tokens, or an id that `token_bytes` cannot hold.
+            UserError: a temporary file cannot be written.
+            ValueError: the document has no tokens, or an id that does not fit into `token_bytes`.
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << (8 * self._token_bytes)):
             raise ValueError(f"token ids do not fit in {self._token_bytes} unsigned bytes")
@@ -157,7 +157,7 @@ class ShardWriter:
 
     @property
     def documents(self) -> int:
-        """Documents so far."""
+        """The number of documents so far."""
         return len(self._starts)
 
     def write(self) -> ShardHeader:
@@ -165,7 +165,7 @@ class ShardWriter:
 
         Raises:
             UserError: the file cannot be written.
-            ValueError: no documents.
+            ValueError: there are no documents.
         """
         if not self._starts:
             raise ValueError("a shard needs at least one document")
@@ -185,11 +185,13 @@ class ShardWriter:
 
 
 def write_shard(path: Path, documents: Iterable[NDArray[np.integer[Any]]], token_bytes: int) -> ShardHeader:
-    """Write whole documents (token ids, each of shape (tokens,), its end of text included) as one shard, atomically.
+    """Write documents as one shard, atomically.
+
+    documents: token ids of each document, shape (tokens,), including its end of text.
 
     Raises:
         UserError: the file cannot be written.
-        ValueError: no documents, an empty one, or an id that `token_bytes` cannot hold.
+        ValueError: there are no documents, a document is empty, or an id does not fit into `token_bytes`.
     """
     with ShardWriter(path, token_bytes) as shard:
         for document in documents:
@@ -198,10 +200,10 @@ def write_shard(path: Path, documents: Iterable[NDArray[np.integer[Any]]], token
 
 
 def read_header(path: Path) -> ShardHeader:
-    """Read and check a shard's header and its file's size; not its contents.
+    """Read and check a shard's header and the size of its file, but not its contents.
 
     Raises:
-        UserError: the file is missing, is no shard, has another version, or its size differs from its header's.
+        UserError: the file is missing, is not a shard, has another version, or has another size than in its header.
     """
     require_file(path)
     try:
@@ -222,10 +224,10 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def verify_shard(path: Path, header: ShardHeader, vocab_size: int, eot_id: int) -> None:
-    """Check every byte of a shard: the checksum, the ids' range, and that documents end where the table has it.
+    """Check all bytes of a shard: its checksum, the range of ids, and the table of documents.
 
     Raises:
-        UserError: any of it is wrong.
+        UserError: a check fails.
     """
     if _checksum(path) != header.sha256:
         raise UserError(
@@ -249,11 +251,11 @@ def map_tokens(path: Path, header: ShardHeader) -> Tokens:
     """
     try:
         mapped = np.memmap(path, dtype=header.dtype, mode="r", offset=header.tokens_offset, shape=(header.tokens,))
-        # Windows lie anywhere. Without this the system reads up to megabytes around each that is not in memory yet.
+        # Windows are read in random order. Without this hint the system reads up to megabytes around each of them.
         cast(mmap.mmap, mapped.base).madvise(mmap.MADV_RANDOM)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot map the shard {path}: {error}") from error
-    # A plain array over the same pages: indexing a memmap costs Python calls each time.
+    # Return a plain array over the same pages: indexing a memmap runs Python code each time.
     return np.asarray(mapped)
 
 

@@ -1,4 +1,4 @@
-"""Find the documents: the files behind a folder, a glob, a file, an address, or nothing at all."""
+"""List the files of a source: a folder, a glob, a file, a remote address, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache_
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, as it was when it was listed.
+    """A file of a source, at the time of the listing.
 
-    `name` is the path relative to the source's root, with forward slashes; `size` is in bytes and `mtime_ns` in
-    nanoseconds. At an address, `version` is what the server calls this version of the file (an ETag), and `mtime_ns` is
-    0 where there is one.
+    name: path relative to the source's root, with forward slashes. size: bytes. mtime_ns: time of the last change in
+    nanoseconds. version: for a remote file, the server's id of this version (an ETag); with a version, `mtime_ns` is 0.
     """
 
     path: str
@@ -40,10 +39,10 @@ class SourceFile:
     version: str = ""
 
     def unchanged(self) -> bool:
-        """Return whether the file is still the one that was listed, by size and time or version.
+        """Return whether the file still has the listed size, and the listed time or version.
 
         Raises:
-            UserError: its server does not answer.
+            UserError: the server does not answer.
         """
         if remote.protocol_of(self.path):
             found = remote.describe(self.path)
@@ -57,33 +56,33 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceListing:
-    """The files of a source, sorted by name. `description` names the source in words."""
+    """The files of a source, sorted by name. description: the name of the source for messages."""
 
     description: str
     files: tuple[SourceFile, ...]
 
     @property
     def size(self) -> int:
-        """Bytes of all files together, compressed where they are compressed."""
+        """The total bytes of all files, compressed if the files are compressed."""
         return sum(file.size for file in self.files)
 
     @property
     def in_this_process(self) -> bool:
-        """Return whether the files are objects of this process (`memory://`), which another one does not see."""
+        """True if the files are objects of this process (`memory://`), which another process cannot read."""
         return any(remote.protocol_of(file.path) == "memory" for file in self.files)
 
 
 def list_source(source: str | None, *, exclude: Path | None = None) -> SourceListing:
-    """List the files of `source` in an order that depends on nothing but their names.
+    """List the files of `source`, sorted by name.
 
     Args:
-        source: a file, a folder (searched to the bottom; names that begin with a dot are left out), a
-            glob (`**` goes down folders), an address of any of these (`s3://bucket/folder`), or None for the running
-            Python's standard library.
-        exclude: a folder whose contents are left out: the output, which may lie inside the source.
+        source: a file, a folder (searched with its subfolders, without names that begin with a dot), a glob (`**`
+            includes subfolders), a remote address of any of these (`s3://bucket/folder`), or None for the standard
+            library of the running Python.
+        exclude: a folder whose contents are omitted: the output, which may be inside the source.
 
     Raises:
-        UserError: nothing is there, or it cannot be read.
+        UserError: there are no files, or the source cannot be read.
     """
     if source is not None and remote.protocol_of(source := remote.normalized(source)):
         description, files = _at_address(source)
@@ -124,7 +123,7 @@ def _of_this_machine(source: str | None, exclude: Path | None) -> tuple[str, lis
 
 
 def kind_of(name: str) -> Kind:
-    """Return how a file is read, by its name: JSON lines (also gzipped), parquet, or else plain text."""
+    """Return the kind of a file from its name: JSON lines (also gzipped), parquet, or plain text for other names."""
     lowered = name.lower()
     if lowered.endswith(_JSON_LINES_SUFFIXES):
         return "jsonl"
@@ -154,7 +153,7 @@ def _walk(root: Path) -> Iterator[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
-            # Pipes and sockets are not documents, and opening a pipe would wait for ever.
+            # Skip pipes and sockets: opening a pipe would block forever.
             if not name.startswith(".") and path.is_file():
                 yield path
 

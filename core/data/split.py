@@ -1,4 +1,4 @@
-"""The interface of a split and of a data set that makers of batches read: one folder's, or a mixture of several."""
+"""The interfaces of a split and of a data set, which a single folder and a mixture implement."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lockstep.core.data.tokenizer import TextTokenizer
 
 
 class Split(Protocol):
-    """Tokens by place."""
+    """Tokens by position."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the split."""
+        """The number of tokens in the split."""
         ...
 
     def gather(self, starts: NDArray[np.int64], length: int) -> Tokens:
-        """Return the windows [start, start + length): (B, length), unsigned, of starts int64 (B,)."""
+        """Return the windows [start, start + length): (B, length), unsigned. starts: int64 (B,)."""
         ...
 
 
@@ -30,12 +30,12 @@ class Dataset(Protocol):
 
     @property
     def folder(self) -> Path:
-        """A folder with the tokenizer."""
+        """A folder that has the tokenizer."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the samples, but for the run's own settings."""
+        """The SHA-256 of all properties of the data that determine samples."""
         ...
 
     @property
@@ -57,14 +57,14 @@ class Dataset(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return sizes, entropies and fingerprints, as run.json keeps them; None where a value is not known."""
+        """Return sizes, entropies and fingerprints, for run.json; an unknown value is None."""
         ...
 
     def origin(self, starts: NDArray[np.int64], length: int) -> dict[str, NDArray[np.int64]]:
-        """Return where each token of windows of the training split comes from.
+        """Return the documents of the tokens in windows of the training split.
 
-        starts: int64 (B,). Returns `document_ids` int64 (B, length), the number of the token's document within its
-        folder's split; of a mixture also `source_ids` (B,), the number of the folder. Raises UserError, or OSError, if
+        starts: int64 (B,). The result has `document_ids`, int64 (B, length), the number of each token's document in its
+        folder's split; for a mixture also `source_ids`, (B,), the number of the folder. Raises UserError or OSError if
         a shard cannot be read.
         """
         ...

@@ -1,32 +1,32 @@
-"""Text out of tokens as they come, never half a character."""
+"""Decode tokens to text one at a time, in whole characters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# Decoding's replacement for bytes that are no UTF-8; at the end of a text, of a character whose rest is still to come.
+# The decoder's replacement for bytes that are not UTF-8; at the end of a text, also for an incomplete character.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """An incremental decoder: the joined results of `add` and `end` are the text of all tokens together.
+    """An incremental decoder: the concatenated results of `add` and `end` are the text of all tokens.
 
-    A character of several bytes may lie across tokens: what may yet become another character is held back. Decoders
-    that write a token otherwise at a text's beginning (SentencePiece's spaces) see the tokens before it as well.
+    A character of several bytes may extend over several tokens, so incomplete characters are held back. Some decoders
+    write the first token of a text differently (SentencePiece's spaces), so the tokens before are decoded as well.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        # Tokens whose text was given, as far as what follows may depend on them; and those after them.
+        # The last tokens whose text was returned, on which later text may depend; and the tokens after them.
         self._before: list[int] = []
         self._pending: list[int] = []
         self._given = 0
 
     def add(self, token: int) -> str:
-        """Return the text that is certain after `token`."""
+        """Add a token, and return the new text that later tokens cannot change."""
         self._pending.append(token)
         text = self._text()
-        # Bytes before the last, where they are no character, will not become one.
+        # Only a replacement character at the end may still become another character.
         certain = text.removesuffix(REPLACEMENT)
         new, self._given = certain[self._given :], max(self._given, len(certain))
         if certain == text:
@@ -34,7 +34,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """Return the text that was held back: half a character, as the replacement character."""
+        """Return the text that was held back: an incomplete character, as the replacement character."""
         return self._text()[self._given :]
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""Byte-level BPE: trained here, or brought along as a tokenizer.json."""
+"""Byte-level BPE tokenizers: trained here, or loaded from a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
-# The trainer reserves memory for every token before it reads a text, and aborts the process where there is not enough.
+# The trainer allocates memory for every token before it reads a text, and aborts the process if memory is short.
 MAX_VOCAB_SIZE = 1 << 22
 LEAST_VOCABULARY = "256 bytes and the end of text"
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _PIECE_CHARACTERS = 1 << 20
-# The end of a line with text on both sides. ByteLevel's pattern (GPT-2's) always ends a word there, and the
-# newline is a word of its own whether or not the text goes on, so cutting there changes no token.
+# The end of a line with text on both sides. ByteLevel's pattern (GPT-2's) always ends a word there, and the newline is
+# a separate word with or without following text. So a cut there changes no token.
 _SAFE_CUT = re.compile(r"\S\n(?=\S)")
 
 
 class TextTokenizer:
-    """Text to token ids and back. No part of the text becomes a special token.
+    """A tokenizer, from text to token ids and back. No part of a text is encoded as a special token.
 
     Attributes:
-        vocab_size: one more than the largest id.
+        vocab_size: the largest id plus one.
         eot_id: the id that ends a document.
         content: the canonical tokenizer JSON; equal tokenizers have equal content.
         fingerprint: SHA-256 of `content`, in hexadecimal.
     """
 
     def __init__(self, content: bytes, origin: str) -> None:
-        """Build from tokenizer JSON, named `origin` in errors.
+        """Build the tokenizer from tokenizer JSON. origin: its name for error messages.
 
         Raises:
-            UserError: not a tokenizer, without an end-of-text token, or not deterministic.
+            UserError: the content is not a tokenizer, has no end-of-text token, or is not deterministic.
         """
         description = _parse(content, origin)
         eot_text, self.eot_id = _find_end_of_text(description, origin)
         self.content = canonical_json(_without_surprises(description, eot_text, origin))
         self.fingerprint = hashlib.sha256(self.content).hexdigest()
         self._tokenizer = _build(self.content, origin)
-        # Or else the words "<|endoftext|>" in a document would end it.
+        # Otherwise the text "<|endoftext|>" in a document would end the document.
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.eot_id in self._tokenizer.encode(eot_text, add_special_tokens=False).ids:
@@ -63,8 +63,8 @@ class TextTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text to ids, uint32 of shape (tokens,), without an end of text.
 
-        A text above 2**20 characters is encoded in pieces cut at line ends, to bound memory. This changes
-        no token of a byte-level BPE with GPT-2's pattern, the kind that `train_tokenizer` makes.
+        A text of more than 2**20 characters is encoded in pieces that end with a line, to limit memory. This changes no
+        token of a byte-level BPE with GPT-2's pattern, as `train_tokenizer` makes.
         """
         documents: list[NDArray[np.uint32]] = []
         parts: list[NDArray[np.uint32]] = []
@@ -76,10 +76,10 @@ class TextTokenizer:
         return documents
 
     def encode_chunks(self, documents: Iterable[Iterable[str]]) -> Iterator[tuple[NDArray[np.uint32], bool]]:
-        """Encode documents that come as chunks of text, in memory that does not grow with their number or length.
+        """Encode documents given as chunks of text. The memory used does not grow with their number or length.
 
-        Yields ids in order, uint32 (tokens,), and whether they end their document. The ids of a document are those of
-        `encode_documents`, however its text was cut into chunks.
+        Yields (ids, ends) in order: uint32 (tokens,), and True for the last ids of a document. The ids are those of
+        `encode_documents` for any division of the text into chunks.
         """
         ends: deque[bool] = deque()
 
@@ -94,16 +94,16 @@ class TextTokenizer:
                 ends.append(True)
                 yield piece
 
-        # The library's encodings are many times as large as the ids, so few of them may live at once.
+        # The library's encodings are many times as large as the ids, so only few may exist at the same time.
         for group in grouped(pieces(), _PIECE_CHARACTERS):
             for encoding in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
                 yield np.array(encoding.ids, dtype=np.uint32), ends.popleft()
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Decode `ids`, shape (tokens,), with the end of text written out.
+        """Decode `ids`, shape (tokens,); the end of text is decoded to its name.
 
         Raises:
-            ValueError: an id outside [0, vocab_size).
+            ValueError: an id is outside [0, vocab_size).
         """
         numbers = [int(number) for number in ids]
         if any(not 0 <= number < self.vocab_size for number in numbers):
@@ -114,8 +114,8 @@ class TextTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2, Radford et al. 2019).
 
-    `vocab_size` includes the 256 bytes and the end of text (id 0). Where the texts do not yield as many
-    merges, the vocabulary is smaller.
+    `vocab_size` includes the 256 bytes and the end of text (id 0). If the texts give fewer merges, the vocabulary is
+    smaller.
 
     Raises:
         UserError: `vocab_size` is below 257.
@@ -174,7 +174,7 @@ def _find_end_of_text(description: dict[str, Any], origin: str) -> tuple[str, in
 
 
 def _without_surprises(description: dict[str, Any], eot_text: str, origin: str) -> dict[str, Any]:
-    """Return the same tokenizer without truncation and padding, and with an end of text that text cannot spell."""
+    """Return the tokenizer's JSON without truncation and padding, and with the end of text as a special token."""
     if description["model"].get("dropout"):
         raise UserError(f"{origin} drops merges at random (model.dropout); set it to null")
     added = [
@@ -193,9 +193,9 @@ def _build(content: bytes, origin: str) -> Tokenizer:
 
 
 def _cut(chunks: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield the text of `chunks` in pieces of at least `limit` characters (but the last).
+    """Yield the text of `chunks` in pieces of at least `limit` characters, except the last.
 
-    They are cut where no token can lie across, and at the same places however the text is cut into chunks.
+    Pieces end at positions that no token extends over. The positions do not depend on the division into chunks.
     """
     held, searched = "", limit
     for chunk in chunks:
@@ -203,6 +203,6 @@ def _cut(chunks: Iterable[str], limit: int) -> Iterator[str]:
         while (match := _SAFE_CUT.search(held, searched)) is not None:
             yield held[: match.end()]
             held, searched = held[match.end() :], limit
-        # The last two characters may yet become a cut: one and the end of a line, without the character after them.
+        # Search the last two characters again: the next chunk may complete a cut there.
         searched = max(limit, len(held) - 2)
     yield held

@@ -1,4 +1,4 @@
-"""Writing shards over an engine, and what a worker must see for it."""
+"""Write shards with an engine, and test a worker's access to the source."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ _PARTS_A_WORKER = 2
 def encode_shards(
     shards: tuple[ShardPlan, ...], folder: Path, plan: Plan, engine: Engine
 ) -> Iterator[tuple[ShardPlan, ShardHeader]]:
-    """Write `shards`, begun in their order, yielding each when it is on the disk.
+    """Write `shards`, started in their order; yield each (shard, header) when it is on the disk.
 
     Raises:
-        UserError: what `encode_shard` or the engine raises. Finished shards stay.
+        UserError: an error of `encode_shard` or of the engine. Finished shards stay.
     """
-    # In their order, which a run that trains meanwhile reads; all but the last of a split are about as large.
+    # Keep their order, in which a run that trains at the same time reads them. All but the last have about one size.
     threads = threads_of([shard.text_bytes for shard in shards], engine.workers)
     for number, header in engine.map(encode_shard, _Tasks(shards, folder, plan), folder, threads):
         yield shards[number], header
 
 
 def threads_of(sizes: Sequence[int], workers: int) -> int:
-    """Return how many threads of the tokenizer each worker needs, so that parts of these sizes occupy all cores.
+    """Return the number of tokenizer threads per worker that lets parts of these sizes occupy all cores.
 
-    A text of one shard is one worker's, whatever the number of workers, because shards do not depend on it. Parts count
-    by their size against the largest one. Twice as many parts as workers leave few cores idle at the end: then 1.
+    One worker encodes a whole shard, because shards do not depend on the number of workers. A part counts by its size
+    relative to the largest one. With twice as many parts as workers, few cores are idle at the end, and one thread is
+    enough.
     """
     parts = sum(sizes) / max(sizes) if any(sizes) else 1.0
     return min(workers, math.ceil(_PARTS_A_WORKER * workers / parts))
 
 
 class _Tasks(Sequence[ShardTask]):
-    """The tasks of `shards`, each made when it is asked for: all their spans together are the size of the plan."""
+    """The tasks of `shards`, each created when it is read: together, their spans are as large as the plan."""
 
     def __init__(self, shards: Sequence[ShardPlan], folder: Path, plan: Plan) -> None:
         self._shards, self._folder, self._plan = shards, folder, plan
@@ -63,7 +64,7 @@ class _Tasks(Sequence[ShardTask]):
 
 
 def require_source(file: SourceFile) -> None:
-    """Raise UserError unless this worker sees a file of the source as it was listed."""
+    """Raise UserError unless this worker finds a file of the source unchanged."""
     if not file.unchanged():
         raise UserError(
             f"a worker on {socket.gethostname()} does not see {file.path} as it was listed: the source must lie where "
@@ -72,7 +73,7 @@ def require_source(file: SourceFile) -> None:
 
 
 def task_of(shard: ShardPlan, folder: Path, plan: Plan) -> ShardTask:
-    """Return the task of writing `shard`: all that `encode_shard` needs, in any process that reads the source."""
+    """Return the task of writing `shard`, for `encode_shard` in any process that can read the source."""
     runs = itertools.groupby(shard.runs, key=lambda run: run[0])
     sources = tuple((plan.listing.files[number], [(start, stop) for _, start, stop in group]) for number, group in runs)
     return ShardTask(str(folder), shard.file, plan.identity["column"], shard.documents, sources)

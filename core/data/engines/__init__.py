@@ -1,1 +1,1 @@
-"""Engines that compute the parts of a preparation: processes of this machine, or Ray on one machine or many."""
+"""Engines that compute the parts of a preparation: processes on this machine, or Ray on one or many machines."""

@@ -1,4 +1,4 @@
-"""The interface of engines: a preparation has its parts computed, in any order, each once or more often."""
+"""The interface of engines, which compute the parts of a preparation in any order."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """An executor of parts that depend only on their arguments and on files that all workers see.
+    """An executor of parts that depend only on their arguments and on files that all workers can read.
 
-    A part may be computed twice, also at the same time, where a worker is lost: it must give the same result, and what
-    it writes must be whole or absent.
+    If a worker is lost, a part may be computed twice, even at the same time. It must give the same result, and write
+    its files atomically.
     """
 
     @property
     def workers(self) -> int:
-        """Parts that are computed at the same time, at most; 1 where that is not known beforehand."""
+        """The maximum number of parts that are computed at the same time; 1 if it is not known in advance."""
         ...
 
     def map(
         self, work: Callable[[Part], Result], parts: Sequence[Part], folder: Path, threads: int = 1
     ) -> Iterator[tuple[int, Result]]:
-        """Yield (number of the part, `work(part)`) as parts are done, in no particular order.
+        """Yield (number of the part, `work(part)`) when a part is finished, in no particular order.
 
-        Parts are begun in their order, so the largest should come first: no worker is then left alone with one.
+        Parts are started in their order. The largest should come first, so that no worker runs a large one at the end
+        while the others are idle.
 
         Args:
-            work: a function of a module, as workers look it up by its name.
-            parts: what to compute; they are sent to workers, as results are sent back.
-            folder: the folder that workers write to.
-            threads: of the tokenizer, in each worker; more than 1 where there are too few parts to occupy the workers.
+            work: a function at the top level of a module, because workers import it by name.
+            parts: arguments of `work`; they and the results are sent between processes.
+            folder: the folder into which workers write.
+            threads: threads of the tokenizer in each worker; more than 1 if there are fewer parts than workers.
 
         Raises:
-            UserError: what `work` raises, a worker that was lost too often, or one that does not see the folder.
+            UserError: an error of `work`, a worker that was lost too often, or a worker that cannot find the folder.
         """
         ...

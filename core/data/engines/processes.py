@@ -1,4 +1,4 @@
-"""The engine of one machine: worker processes, each with a pipe."""
+"""The engine for one machine: worker processes, each with a pipe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.core.errors import UserError
 
 
 class Processes:
-    """An engine of processes of this machine; see `lockstep.core.data.engines.engine.Engine`.
+    """An engine of processes on this machine; see `lockstep.core.data.engines.engine.Engine`.
 
-    One worker is this process; more are processes of their own, spawned, because a fork of a process with threads (the
+    A single worker is this process. Several workers are spawned processes: a fork of a process with threads (the
     tokenizer's, or a framework's) may hang.
     """
 
@@ -28,7 +28,7 @@ class Processes:
 
     @property
     def workers(self) -> int:
-        """Processes at the same time, at most."""
+        """The maximum number of processes."""
         return self._workers
 
     def map(
@@ -36,14 +36,14 @@ class Processes:
     ) -> Iterator[tuple[int, Result]]:
         """Yield each part's number and result.
 
-        Raises UserError if a part fails or a worker dies, which ends all workers; finished parts stay.
+        Raises UserError if a part fails or a worker dies. Then all workers end; the files of finished parts stay.
         """
         if self._workers == 1 or len(parts) < 2:
             for number, part in enumerate(parts):
                 yield number, work(part)
             return
-        # A pipe a worker, and not ProcessPoolExecutor: where a worker dies while that pool starts the next one, the
-        # pool waits for ever, since two of its threads go over the processes without a lock (Python 3.11).
+        # Use one pipe per worker and not ProcessPoolExecutor: if a worker dies while that pool starts the next one, the
+        # pool hangs, because two of its threads iterate over the processes without a lock (Python 3.11).
         context = multiprocessing.get_context("spawn")
         processes: list[SpawnProcess] = []
         at_work: dict[Connection, int] = {}
@@ -54,7 +54,7 @@ class Processes:
                 at_work[ours] = waiting.popleft()
                 processes.append(context.Process(target=_compute_what_comes, args=(theirs, work, threads), daemon=True))
                 processes[-1].start()
-                # With this end open here, the death of the worker would not show at the other one.
+                # Close the worker's end here: otherwise the death of the worker would not close the pipe.
                 theirs.close()
                 ours.send(parts[at_work[ours]])
             while at_work:
@@ -75,7 +75,7 @@ class Processes:
                 "run the command again to go on from here, with fewer workers"
             ) from error
         finally:
-            # The others end what they write, which the next run need not write again, and find their pipe closed.
+            # The other workers finish their current part, which the next run can reuse, and then find the pipe closed.
             for connection in at_work:
                 connection.close()
             for process in processes:
@@ -83,7 +83,7 @@ class Processes:
 
 
 def _compute_what_comes(parts: Connection, work: Callable[[Part], Result], threads: int) -> None:
-    """Compute each part that comes, in a process of its own, until the pipe is closed."""
+    """Compute each part that arrives, in a worker process, until the pipe is closed."""
     start_worker(threads)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

@@ -1,4 +1,4 @@
-"""The engine of many machines: each part is a Ray task."""
+"""The engine for many machines: each part is a Ray task."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.core.files.shared_folder import sees, sources_fingerprint, token
 from lockstep.core.ray_cluster import LOCAL, reach_ray
 from lockstep.core.versions import version_of
 
-# A part that costs its worker this often is at fault itself: it needs more memory than there is, or crashes a library.
+# After this many lost workers, the part itself is at fault: it needs too much memory, or crashes a library.
 MOST_ATTEMPTS = 4
-# Ray's own store for what travels between processes; parts and results are small, and 75 MiB is the least it takes.
+# Bytes of Ray's object store. Parts and results are small, and Ray's minimum is 75 MiB.
 _LOCAL_STORE_BYTES = 128 << 20
 _CANCEL_SECONDS = 5.0
 
@@ -27,20 +27,20 @@ _CANCEL_SECONDS = 5.0
 class RayTasks:
     """An engine of Ray tasks, one CPU each; see `lockstep.core.data.engines.engine.Engine`.
 
-    Ray is reached when the first part is to be computed. A part whose worker is lost is computed again by another one,
-    MOST_ATTEMPTS times at most.
+    The engine connects to Ray before the first part. If a worker is lost, its part is computed again, with at most
+    MOST_ATTEMPTS attempts in all.
 
     Attributes:
-        redone: how many parts were begun again because their worker was lost.
+        redone: number of attempts that were repeated because a worker was lost.
     """
 
     def __init__(self, workers: int, address: str | None = None) -> None:
-        """Take where to compute.
+        """Set the number of workers and the address of Ray.
 
         Args:
-            workers: parts at a time; 0 = as many as Ray has CPUs.
-            address: a running Ray ("auto", "HOST:PORT"). None: the one that RAY_ADDRESS names, else a Ray of this
-                machine that begins with the first part and ends with this engine.
+            workers: maximum number of parts at a time; 0 is the number of Ray's CPUs.
+            address: a running Ray ("auto", "HOST:PORT"). None takes the value of RAY_ADDRESS; without it, the engine
+                starts a Ray on this machine before the first part, and ends it when the context is left.
         """
         self.redone = 0
         self._workers = workers
@@ -51,14 +51,14 @@ class RayTasks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave Ray; one that this engine has started ends."""
+        """Leave Ray, and end it if this engine has started it."""
         if self._ray is not None:
             self._ray.shutdown()
             self._ray = None
 
     @property
     def workers(self) -> int:
-        """Tasks at the same time, at most; 1 where Ray decides."""
+        """The maximum number of tasks at the same time; 1 if Ray determines it."""
         return self._workers or 1
 
     def map(
@@ -73,7 +73,7 @@ class RayTasks:
         ray = self._connect()
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayError, WorkerCrashedError
 
-        # Ray's own retries would not be counted, and do not end for a part that runs out of memory.
+        # Do not use Ray's own retries: they are not counted, and never end for a part that runs out of memory.
         compute = ray.remote(num_cpus=1, max_retries=0)(_compute)
         waiting = deque(range(len(parts)))
         at_work: dict[Any, int] = {}
@@ -85,7 +85,7 @@ class RayTasks:
                     while waiting and len(at_work) < self._places():
                         number = waiting.popleft()
                         at_work[compute.remote(work, parts[number], place, threads)] = number
-                    # A cluster grows and shrinks, so its size is asked for now and then.
+                    # The timeout updates the number of tasks, because a cluster may grow or shrink.
                     for ref in ray.wait(list(at_work), timeout=10.0)[0]:
                         number = at_work.pop(ref)
                         attempts[number] += 1
@@ -98,7 +98,7 @@ class RayTasks:
                             waiting.appendleft(number)
                             continue
                         except RayError as error:
-                            # The Ray of the command's own machine is gone, for one.
+                            # For example, Ray on the command's own machine has ended.
                             raise UserError(_ray_ended(error, folder)) from error
                         if isinstance(answer, UserError):
                             raise answer
@@ -108,7 +108,7 @@ class RayTasks:
 
     def _connect(self) -> Any:
         if self._ray is None:
-            # Ray reports what it is used for to its makers, unless this variable is set before it starts.
+            # Disable Ray's usage reports, which it otherwise sends to its developers.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             try:
                 import ray
@@ -122,11 +122,11 @@ class RayTasks:
         return self._ray
 
     def _places(self) -> int:
-        """Return how many parts may be with Ray at once: twice its CPUs, so that it has reason to grow."""
+        """Return how many tasks to submit at a time: `workers`, or twice Ray's CPUs, so that a cluster can grow."""
         return self._workers or max(1, 2 * int(self._ray.cluster_resources().get("CPU", 0)))
 
     def _cancel(self, refs: list[Any]) -> None:
-        """End what is at work, so that nothing writes to the folder after its lock is released."""
+        """Cancel running tasks, so that none of them writes to the folder after its lock is released."""
         if not refs:
             return
         for force in (False, True):
@@ -140,7 +140,7 @@ class RayTasks:
 def _compute(
     work: Callable[[Part], Result], part: Part, place: tuple[str, str, str], threads: int
 ) -> Result | UserError:
-    """Compute a part in a worker of Ray; a UserError is returned, as Ray would wrap it in a traceback."""
+    """Compute a part in a Ray worker; return a UserError instead of raising it, as Ray would add a traceback to it."""
     limit_threads(threads)
     try:
         _require_place(*place)
@@ -151,7 +151,7 @@ def _compute(
 
 @functools.lru_cache(maxsize=1)
 def _require_place(folder: str, name: str, code: str) -> None:
-    """Raise UserError unless this worker sees the folder and runs the same code as the command."""
+    """Raise UserError unless this worker finds the folder and runs the same code as the command."""
     host = socket.gethostname()
     if not sees(Path(folder, name)):
         raise UserError(
