@@ -1,25 +1,25 @@
 """Resolve `auto` on the CPU: the attention kernel, the AdamW and the library of FP32 products.
 
-They follow from a run's configuration; the library also from the processor's vendor. Both backends, the plan and
-run.json resolve `auto` here, so that twin, estimate and record follow the kernel that runs.
+The values depend on the run's configuration, the library also on the processor's vendor. Both backends, the plan and
+run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
 The attention kernel is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash`
 (measured: docs/guide/levers.md):
 
-- speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. Below that torch's flash kernel
-  processes 32 queries at a time (`flash_attention_backward_kernel_impl`) and is slower than whole products. Under FP32
-  and FP64 it never is.
+- speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
+  processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. In FP32
+  and FP64 it is never slower.
 - memory: sequences are at most WIDTHS head dimensions long. For each token a layer then keeps 4·heads·S bytes of
   scores, at most WIDTHS hidden vectors in FP32 (4·heads·head_dim bytes each).
 
-Neither depends on the micro-batch, so its size changes only the memory.
+Neither condition depends on the micro-batch, so its size changes only the memory.
 
-AdamW is torch's fused kernel wherever it exists.
+AdamW is torch's fused kernel if torch has one.
 
-Eager FP32 products use oneDNN on x86 processors not made by Intel, on which MKL uses only AVX2, and BLAS elsewhere
-(measured on AMD's and Intel's: docs/guide/levers.md).
+Eager FP32 products use oneDNN on x86 processors that are not made by Intel, because MKL uses only AVX2 on them, and
+BLAS on others (measured on AMD's and Intel's: docs/guide/levers.md).
 
-CUDA keeps `auto` for attention: there torch's call takes the first kernel that can run (torch_backend/attention.py).
+On CUDA `auto` stays for attention: torch's call takes the first kernel that can run (torch_backend/attention.py).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ SHORT, WIDTHS = 192, 4
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
-# The meaning of `auto` in runs that did not record it yet.
+# The meaning of `auto` in runs from before run.json recorded it.
 BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, "precision.cpu_products": "onednn"}
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `auto` on this CPU by dotted key: the kernel, whether AdamW is fused, "onednn" or "blas"."""
+    """Return the values of `auto` on this CPU by dotted key: the attention kernel, fused AdamW, "onednn" or "blas"."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     written_out = config.precision.operand in NARROW and length < SHORT and small
     return {
-        # No other kernel caps scores.
+        # Only `math` supports capped scores.
         "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
         "optim.fused": True,
         "precision.cpu_products": "blas" if vendor() in ("", "GenuineIntel") else "onednn",
@@ -66,11 +66,12 @@ def vendor() -> str:
 
 
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
-    """Replace `auto` settings by their choices on this device; off the CPU, return the configuration as it is.
+    """Replace `auto` by its values on this device. On other devices than the CPU, only oneDNN's products change.
 
-    oneDNN's products become `auto` again on another device and in a compiled program, which do not have them: a
-    configuration resolved on the CPU may be opened there (`replay --device cuda`).
-    chosen: a run's recorded choices (run.json), used instead of those of `on_cpu`; missing keys have the value of
+    Other devices and compiled programs have no oneDNN products, so there the setting becomes `auto` again: a
+    configuration that was resolved on the CPU may be opened on them (`replay --device cuda`).
+
+    chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
     `BEFORE`.
     """
     products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled

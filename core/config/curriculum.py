@@ -1,6 +1,6 @@
-"""A sequence-length curriculum as text: lengths, and the share of the run's steps that each has, in their order.
+"""A curriculum of sequence lengths as text: lengths in their order, and each length's share of the run's steps.
 
-`2048:0.9, 4096:0.1`: the first nine tenths of the steps at 2048 tokens a sequence, the last tenth at 4096.
+`2048:0.9, 4096:0.1`: the first nine tenths of the steps have 2048 tokens per sequence, the last tenth has 4096.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PIECE = re.compile(r"([1-9]\d{0,8})\s*:\s*(\d{1,3}(?:\.\d{1,15})?|\.\d{1,15})")
 
 @dataclass(frozen=True)
 class Piece:
-    """A phase of the run. length: tokens per sequence. share: of the run's steps, exactly as written."""
+    """A phase of the run. length: tokens per sequence. share: its share of the run's steps, exactly as written."""
 
     length: int
     share: Fraction
@@ -24,7 +24,7 @@ class Piece:
 
 @cache
 def pieces(text: str) -> tuple[Piece, ...]:
-    """Parse a curriculum into its pieces; an empty text has none. Raises ValueError with the mistake."""
+    """Parse a curriculum into its phases; an empty text has none. Raises ValueError with a description of the error."""
     found = []
     for word in filter(None, map(str.strip, text.split(","))):
         match = _PIECE.fullmatch(word)
@@ -39,12 +39,12 @@ def pieces(text: str) -> tuple[Piece, ...]:
 
 
 def last_steps(text: str, steps: int) -> tuple[int, ...]:
-    """Return each piece's last step in a run of `steps`: the sum of the shares so far · steps, to the nearest step."""
+    """Return the last step of each phase in a run of `steps` steps: (sum of the shares so far) · steps, rounded."""
     return tuple(round(share * steps) for share in accumulate(piece.share for piece in pieces(text)))
 
 
 def problem(text: str, length: int, micro: int, steps: int) -> str | None:
-    """Explain why a run of `micro` sequences of `length` tokens at a time cannot have a curriculum; None if it can."""
+    """Return the reason why a run with micro-batches of `micro` × `length` tokens cannot have a curriculum, or None."""
     lengths = [piece.length for piece in pieces(text)]
     if not lengths:
         return None

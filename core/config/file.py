@@ -1,4 +1,4 @@
-"""Run files: TOML with `base`, overrides from the command line, and every error at once with its file and key."""
+"""Run files: TOML with `base`, and overrides from the command line. All errors are reported together."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.paths import path_problem
 
 COMMAND_LINE = "command line"
-# The schema's single pattern, in words.
+# The description of the schema's only regular expression.
 NAME = "must begin with a letter from A to Z or a digit; '.', '_' and '-' are also allowed after it"
-# Ten times the size of a file with every setting and its description.
+# Bytes: ten times the size of a file with every setting and its description.
 _LARGEST_FILE = 1 << 20
-# By the id of a setting's field. The field is kept too, because a freed object's id may be reused.
+# Validators by the id of a setting's field. The field is kept too, because the id of a freed object may be reused.
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[Any]]] = {}
-# Most characters shown of a wrong value.
+# Maximum number of characters of a wrong value in a message.
 _SHOWN = 60
 
 
@@ -45,9 +45,10 @@ def _fields(model: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a run file (None: the defaults) and its `base`, apply overrides (dotted key → text), check everything.
+    """Read a run file and its `base`, apply overrides, and check all values.
 
-    Raises UserError that lists every error, one a line, each with the file (or `command line`) and the key.
+    path: the run file; None takes the defaults. overrides: dotted key → text. Raises one UserError that lists all
+    errors, one per line, each with the file (or `command line`) and the key.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -80,7 +81,7 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
         except ValidationError as error:
             errors.append(complaint(origin[key], key, value, error))
     places.append(COMMAND_LINE)
-    # Rules use the defaults of missing settings and skip wrong ones.
+    # Rules use the defaults of missing settings. A rule with an invalid setting is skipped.
     wrong = (set(values) | set(overrides or {})) - set(checked)
     flat = {key: field.get_default(call_default_factory=True) for key, field in known.items()} | checked
     for keys, message in broken_rules({key: value for key, value in flat.items() if key not in wrong}):
@@ -94,16 +95,16 @@ def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -
 
 
 def dump_config(config: RunConfig) -> str:
-    """Write the resolved configuration as TOML; `load_config` of it gives an equal object."""
+    """Return the resolved configuration as TOML, from which `load_config` gives an equal object."""
     import tomli_w
 
     return tomli_w.dumps(config.model_dump())
 
 
 def unknown_key(key: str, value: Any, known: Mapping[str, Any]) -> str:
-    """Describe a key that is not a setting, with the nearest right name, by the whole key or by its last part.
+    """Describe a key that is not a setting, with the most similar setting: by the whole key, or by its last part.
 
-    value: its given value, None if unknown.
+    value: the given value, or None.
     """
     if key in _sections(known):
         return f"{key} is a section, not a value" + ("" if value is None else f" ({shortened(value)})")
@@ -124,7 +125,7 @@ def _sections(known: Mapping[str, Any]) -> set[str]:
 
 
 def adapter(field: FieldInfo) -> TypeAdapter[Any]:
-    """Return the validator of one setting. It takes milliseconds to build, so it is built once."""
+    """Return the validator of one setting. Building it takes milliseconds, so it is cached."""
     from typing import Annotated
 
     made = _ADAPTERS.get(id(field))
@@ -136,13 +137,13 @@ def adapter(field: FieldInfo) -> TypeAdapter[Any]:
 
 
 def complaint(origin: str, key: str, value: Any, error: ValidationError) -> str:
-    """Describe the error of one value."""
+    """Return a message of one line for an invalid value. origin: the file or `command line`."""
     said = (NAME if e["type"] == "string_pattern_mismatch" else _in_our_words(e["msg"]) for e in error.errors())
     return f"{origin}: {key} = {shortened(value)}: {'; '.join(said)}"
 
 
 def _in_our_words(reason: str) -> str:
-    """Return pydantic's message as ours are: `Input should be a valid number, unable to …` → `must be a number`."""
+    """Rewrite pydantic's message in our style: `Input should be a valid number, unable to …` → `must be a number`."""
     reason = re.sub("^Value error, |, unable to (parse|interpret) .*", "", reason)
     reason = re.sub("^Input should be a valid boolean", "must be true or false", reason)
     reason = re.sub("^Input should (be an? valid |)", lambda found: "must be a " if found[1] else "must ", reason)
@@ -150,7 +151,7 @@ def _in_our_words(reason: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as Python writes it, without its middle if it is long."""
+    """Return the repr of a value, without its middle part if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python converts
@@ -159,7 +160,7 @@ def shortened(value: Any) -> str:
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the file, its base, the base's base, …: nearest first, without the key `base`."""
+    """Return (path, contents without `base`) of the file, its base, the base's base, …, in this order."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     seen: set[Path] = set()
     current: Path | None = path
@@ -179,10 +180,10 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _parse(path: Path, where: str) -> dict[str, Any]:
-    """Parse the file's TOML. `where` names the file that refers to it, for error messages."""
+    """Parse the file's TOML. where: prefix of error messages, which names the file with this `base`."""
     try:
         if not path.is_file():
-            # Pipes and devices may never end.
+            # Do not read pipes and devices, which may have no end.
             what = "it is not a regular file" if path.exists() else None
             raise UserError(f"{where}cannot read {path}: {what}" if what else f"{where}no such run file: {path}")
         with path.open("rb") as file:
@@ -201,7 +202,7 @@ def _parse(path: Path, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError):
-        # Errors that tomllib does not catch: numbers of thousands of digits, thousands of nested brackets.
+        # tomllib does not catch errors of numbers with thousands of digits and of thousands of nested brackets.
         raise UserError(f"{path}: not readable TOML: a number is too long, or brackets are nested too deeply") from None
 
 

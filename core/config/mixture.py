@@ -1,7 +1,7 @@
-"""A mixture of data sets as text: folders, and the weight of each.
+"""A mixture of data sets as text: folders and their weights.
 
-`data/code: 0.7, data/web: 0.3`: of every ten samples seven are of data/code. Weights need not add up to 1; `1/3` is a
-weight.
+`data/code: 0.7, data/web: 0.3`: seven of every ten samples are from data/code. The sum of the weights need not be 1. A
+weight may be a fraction such as `1/3`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from lockstep.core.files.paths import path_problem
 
-# The order of a mixture (core/data/mixture_order.py) is proven for these.
+# Limits for which the bound on the order of a mixture is proven (core/data/mixture_order.py).
 MOST_SOURCES = 64
 LEAST_SHARE = Fraction(1, 4096)
 
@@ -25,8 +25,8 @@ _WEIGHT = re.compile(r"\d{1,18}(?:\.\d{1,18})?|\.\d{1,18}|\d{1,18}/\d{1,18}")
 class Part:
     """A data set of a mixture.
 
-    path: its folder. name: the last part of the path, or all of it where two would have one name. weight: as it was
-    written, exactly.
+    path: its folder. name: the last part of the path, or the whole path if two data sets would have the same name.
+    weight: the weight, exactly as written.
     """
 
     path: str
@@ -36,10 +36,10 @@ class Part:
 
 @cache
 def all_parts(text: str) -> tuple[Part, ...]:
-    """Return the data sets of a mixture, also those of weight zero; none of an empty text.
+    """Parse a mixture into its data sets, including those of weight zero; an empty text has none.
 
-    Raises ValueError that explains what is wrong: a part that is not FOLDER:WEIGHT, a weight that is not a number, a
-    folder that stands twice, weights that add up to zero, too many data sets, or one with too small a share.
+    Raises ValueError with a description of the error: a part that is not FOLDER:WEIGHT, a weight that is not a number,
+    a repeated folder, weights whose sum is zero, too many data sets, or a share that is too small.
     """
     found: list[tuple[str, Fraction]] = []
     for word in filter(None, map(str.strip, text.split(","))):
@@ -71,7 +71,7 @@ def all_parts(text: str) -> tuple[Part, ...]:
 
 
 def parts(text: str) -> tuple[Part, ...]:
-    """Return the data sets of a mixture that have a weight. Raises ValueError as `all_parts` does."""
+    """Return the data sets of a mixture with a weight above zero. Raises ValueError as `all_parts` does."""
     return tuple(part for part in all_parts(text) if part.weight)
 
 

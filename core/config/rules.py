@@ -1,4 +1,4 @@
-"""Rules between settings: conditions over several fields of a run's configuration."""
+"""Rules between settings: conditions on several fields of a run's configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.core.model.families import FAMILIES, graph_of, traits_of
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition over several fields: `check` takes their values and returns the mistake, or None."""
+    """A condition on several fields. check: takes their values, and returns a message for a violation, or None."""
 
     keys: tuple[str, ...]
     check: Callable[..., str | None]
@@ -160,7 +160,7 @@ def _family_is_known(family: str) -> str | None:
 def _fp8_layers_are_there(patterns: str, policy: str, family: str, layers: int) -> str | None:
     if POLICIES[policy].fp8 is None or family not in FAMILIES:
         return None
-    # Names do not depend on widths.
+    # The names of linears do not depend on widths.
     names = list(graph_of(ModelConfig(family=family, layers=layers)).linears)
     for pattern in listed(patterns) or [""]:
         if any(fnmatchcase(name, pattern) for name in ("lm_head", "embed")):
@@ -207,7 +207,7 @@ def _eight_bits_are_asked_for(library: str, name: str) -> str | None:
 
 
 def _fused_can_be(fused: bool | str, name: str, policy: str) -> str | None:
-    # Under fp64 moments are not rounded to 8 bits; the optimizer is torch's AdamW.
+    # Under fp64 there are no 8-bit moments, and the optimizer is torch's AdamW.
     if fused != "auto" and not OPTIMIZERS[name].fused and not POLICIES[policy].exact:
         return f"{name} has one implementation; leave optim.fused = 'auto'"
     return None
@@ -311,7 +311,7 @@ RULES = (
 
 
 def broken_rules(flat: Mapping[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Return (keys, message) of each broken rule; a rule is checked only if all of its keys are valid."""
+    """Return (keys, message) of each broken rule. A rule is checked only if `flat` has all its keys."""
     broken = []
     for rule in RULES:
         if all(key in flat for key in rule.keys):

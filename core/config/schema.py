@@ -1,6 +1,6 @@
-"""The run's configuration: its sections (core/config/sections.py), and the rules between them (core/config/rules.py).
+"""The run's configuration: its sections (core/config/sections.py), and rules between settings (core/config/rules.py).
 
-A run file (core/config/file.py) lists only what differs from the defaults.
+A run file (core/config/file.py) lists only settings that differ from the defaults.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class RunConfig(Section):
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> dict[str, Any]:
-    """Flatten nested mappings into one, with dotted keys. An empty one stays, as a value of its own.
+    """Flatten nested mappings into one with dotted keys. An empty mapping stays as a value.
 
-    whole: dotted keys whose value may be a mapping, and stays one.
+    whole: dotted keys whose values are not flattened, even if they are mappings.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():

@@ -56,13 +56,13 @@ def listed(text: str) -> list[str]:
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration that refuses unknown keys, infinities and NaN."""
+    """A frozen part of the configuration. Unknown keys, infinities and NaN are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(Section):
-    """Sizes and numbers of the model; its family defines its operations (core/model/families)."""
+    """Sizes of the model; its family defines its operations (core/model/families)."""
 
     family: str = Field(
         "llama",
@@ -109,17 +109,17 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         return self.head_width or self.hidden // self.heads
 
     @property
     def score_scale(self) -> float:
-        """Return the factor of attention's scores."""
+        """The factor of attention's scores."""
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
 
 class DataConfig(Section):
-    """The token shards of a run, and how they are held in memory."""
+    """The token shards of a run, and their use of memory."""
 
     path: PathText = Field("data/stdlib", description="folder that `lockstep data prepare` wrote")
     mixture: Annotated[str, AfterValidator(_is_a_mixture)] = Field(
@@ -160,7 +160,7 @@ class DataConfig(Section):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The data sets of the mixture that have a weight; none without a mixture."""
+        """The data sets of the mixture with a weight above zero; () without a mixture."""
         return parts_of_mixture(self.mixture)
 
     @property
@@ -170,12 +170,12 @@ class DataConfig(Section):
 
     @property
     def title(self) -> str:
-        """The data as messages name it: the folder, or the mixture."""
+        """The name of the data for messages: the folder, or the mixture."""
         return f"the mixture {self.mixture}" if self.mixture else self.path
 
 
 class TrainConfig(Section):
-    """Length of the run, and how a step's batch is cut into micro-batches."""
+    """The length of the run, and the division of a step's batch into micro-batches."""
 
     steps: Positive = Field(200, description="optimizer steps")
     batch_size: Positive = Field(16, description="sequences per optimizer step, over all ranks")
@@ -197,23 +197,23 @@ class TrainConfig(Section):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that one rank accumulates in a step."""
+        """The number of micro-batches that one rank accumulates in a step."""
         return self.batch_size // (self.ranks * self.micro_batch_size)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The sequence lengths in tokens of the run's steps, each once, in the run's order."""
+        """The sequence lengths of the run's steps, in tokens, each once, in the order of the run."""
         return tuple(dict.fromkeys(piece.length for piece in pieces(self.curriculum))) or (self.sequence_length,)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence of the run."""
+        """The longest sequence length of the run, in tokens."""
         return max(self.lengths)
 
     def micro_batch_of(self, length: int) -> int:
-        """Return how many sequences of `length` tokens one rank computes at a time.
+        """Return the number of sequences of `length` tokens that one rank computes at a time.
 
-        The tokens of a micro-batch are the same at each length of the run. For any other length, it is
+        For each length of the run, a micro-batch has the same number of tokens. For any other length, the result is
         `micro_batch_size`.
         """
         of_run = length in self.lengths
@@ -221,9 +221,9 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """Optimizer, schedule (docs/guide/schedules.md), clipping; rate and decay by parameter group (core/model/names.py).
+    """The optimizer, the schedule (docs/guide/schedules.md), clipping, and settings by group (core/model/names.py).
 
-    A group's learning rate is the schedule's times its `…_lr_scale` times the factors of the width and batch rules.
+    A group's learning rate is the scheduled rate · the group's `…_lr_scale` · the factors of the width and batch rules.
     """
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = Field(
@@ -268,12 +268,12 @@ class OptimConfig(Section):
 
     @property
     def chosen(self) -> Optimizer:
-        """The optimizer itself."""
+        """The description of the optimizer."""
         return OPTIMIZERS[self.name]
 
 
 class PrecisionConfig(Section):
-    """Casts that the model makes (torch_backend/precision.py and its twin jax_backend/precision.py)."""
+    """The casts of the model (torch_backend/precision.py and its twin jax_backend/precision.py)."""
 
     policy: Annotated[str, OneOf(POLICIES)] = Field(
         "bf16",
@@ -302,7 +302,7 @@ class PrecisionConfig(Section):
 
     @property
     def chosen(self) -> PrecisionPolicy:
-        """The policy itself."""
+        """The description of the policy."""
         return POLICIES[self.policy]
 
     @property
@@ -317,31 +317,31 @@ class PrecisionConfig(Section):
 
     @property
     def stream(self) -> str:
-        """The format of everything but matrix operands: `fp32`, or `fp64`."""
+        """The format of all tensors except operands of products: `fp32` or `fp64`."""
         return self.chosen.stream
 
     @property
     def fp8(self) -> Recipe | None:
-        """The numbers that share a scale in FP8, as `PrecisionPolicy.fp8`; None without FP8."""
+        """The FP8 recipe, as in `PrecisionPolicy.fp8`; None without FP8."""
         return self.chosen.fp8
 
     @property
     def exact(self) -> bool:
-        """Return whether everything is in FP64."""
+        """True if all computations are in FP64."""
         return self.chosen.exact
 
     @property
     def couples_sequences(self) -> bool:
-        """Return whether a sequence's result depends on the others of its micro-batch, as under FP8's shared scales."""
+        """True if a sequence's result depends on other sequences of its micro-batch, as with FP8's shared scales."""
         return self.fp8 is not None
 
     def is_fp8(self, linear: str) -> bool:
-        """Return whether a linear layer of a block, by its module's canonical name, computes in FP8."""
+        """Return whether a block's linear layer, given by its module's canonical name, computes in FP8."""
         return self.fp8 is not None and any(fnmatchcase(linear, pattern) for pattern in listed(self.fp8_layers))
 
 
 class LossConfig(Section):
-    """The head: from the final norm's output to the loss."""
+    """The loss head: from the final norm's output to the loss."""
 
     head: Annotated[str, OneOf(LOSS_HEADS)] = Field(
         "chunked",
@@ -356,17 +356,17 @@ class LossConfig(Section):
 
     @property
     def chosen(self) -> LossHead:
-        """The head itself."""
+        """The description of the head."""
         return LOSS_HEADS[self.head]
 
     @property
     def of_library(self) -> bool:
-        """Return whether the head is a library's, which shows no logits."""
+        """True if the head is a library's, which exposes no logits."""
         return self.chosen.library
 
 
 class AttentionConfig(Section):
-    """Attention's kernel, and what a token may see."""
+    """The attention kernel, and the treatment of documents."""
 
     kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
         "auto", description="attention kernel; auto: on the CPU math or flash, by length and precision; on CUDA cuDNN's"
@@ -381,12 +381,12 @@ class AttentionConfig(Section):
 
     @property
     def chosen(self) -> AttentionKernel:
-        """The kernel itself, or AUTO."""
+        """The description of the kernel, or AUTO."""
         return ATTENTION_KERNELS[self.kernel]
 
     @property
     def needs_documents(self) -> bool:
-        """Return whether a batch must hold the document of each token."""
+        """True if a batch must have the document of each token."""
         return self.document_mask or self.reset_positions
 
 
@@ -395,7 +395,7 @@ PARTS = ("embedding", "norms", "attention", "mlp", "block")
 
 
 class RecomputeConfig(Section):
-    """Activation checkpointing: the parts that the backward pass recomputes instead of keeping them."""
+    """Activation checkpointing: the parts of the model that the backward pass recomputes."""
 
     parts: str = Field(
         "",
@@ -410,12 +410,12 @@ class RecomputeConfig(Section):
 
     @property
     def chosen(self) -> frozenset[str]:
-        """The parts."""
+        """The parts to recompute."""
         return frozenset(listed(self.parts))
 
 
 class CompileConfig(Section):
-    """torch.compile of the forward and backward pass, fullgraph."""
+    """torch.compile of the forward and backward pass, with fullgraph."""
 
     enabled: bool = Field(True, description="compile the step; off = eager")
     backend: Literal["inductor", "aot_eager"] = Field("inductor", description="aot_eager traces but generates no code")
@@ -428,7 +428,7 @@ class CompileConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Data parallel training over `train.ranks` processes (torchrun)."""
+    """Data-parallel training over `train.ranks` processes (torchrun)."""
 
     strategy: Literal["ddp", "fsdp"] = Field(
         "ddp",
@@ -512,16 +512,16 @@ class ParityConfig(Section):
 
     @property
     def records(self) -> bool:
-        """Return whether observations of steps are kept beside those of checks."""
+        """True if observations of steps are stored besides those of checks."""
         return bool(self.record_every or self.record_taps_every)
 
     def due(self, step: int, first: int = 1) -> bool:
-        """Return whether step `step` is checked: every `every` steps, and `first`, the first one of a process."""
+        """Return whether step `step` is checked: every `every` steps, step 1, and `first`, the first of a process."""
         return self.every > 0 and (step % self.every == 0 or step in (1, first))
 
 
 class LogConfig(Section):
-    """Metrics that cost time, each at its own interval, and the destinations of records."""
+    """Metrics that take time, each with its interval, and the destinations of records."""
 
     norms_every: Interval = Field(10, description="parameter, gradient and update norms by group")
     memory_every: Interval = Field(10, description="memory in use, and its peak")

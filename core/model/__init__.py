@@ -1,1 +1,1 @@
-"""The model as data: names, shapes, groups, initial weights, what a step costs."""
+"""The model as data: names, shapes, groups, initial weights, and the costs of a step."""

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and hardware peaks: what a step costs, in the field's three conventions."""
+"""Parameters, FLOPs in the three usual conventions, bytes, and hardware peaks: the costs of a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from lockstep.core.model.graph import GROUPS, Operation
 from lockstep.core.model.groups import update_rules
 
 _SXM = {"fp8": 1978.9e12, "bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
-# Dense matrix peaks in FLOP/s by operand precision (no structured sparsity: "1979" for H100 in bf16 is the sparse one).
-# H100 SXM and PCIe: NVIDIA H100 Tensor Core GPU datasheet; H200: NVIDIA H200 datasheet (same GPU as H100 SXM).
+# Peaks of dense matrix products in FLOP/s by operand precision, without structured sparsity (1979e12 for H100 in bf16
+# is the peak with sparsity). H100 SXM and PCIe: NVIDIA H100 Tensor Core GPU datasheet; H200: NVIDIA H200 datasheet
+# (same GPU as H100 SXM).
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H100 80GB HBM3": _SXM,
     "NVIDIA H100 PCIe": {"fp8": 1513e12, "bf16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
@@ -22,12 +23,12 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Count the parameters; a tied head counts once. Nothing is allocated."""
+    """Count the parameters; a tied head counts once. No parameter is allocated."""
     return sum(parameter.size for parameter in graph_of(model).parameters.values())
 
 
 def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
-    """Count the parameters of each optimizer group; groups without parameters are left out."""
+    """Count the parameters of each optimizer group; groups without parameters are omitted."""
     counts = dict.fromkeys(GROUPS, 0)
     for parameter in graph_of(model).parameters.values():
         counts[parameter.group] += parameter.size
@@ -35,41 +36,42 @@ def parameter_count_by_group(model: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Return forward and backward FLOPs of one token, in three conventions.
+    """Return forward and backward FLOPs per token, in three conventions.
 
-    `6N`:     6 · parameters (Kaplan et al. 2020): two FLOPs a weight forward, four backward; attention not counted.
-    `causal`: + scores and values over the S/2 positions that a token sees on average, 6 · layers · hidden · S.
-    `full`:   + twice that, over all S positions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B).
+    `6N`:     6 · parameters (Kaplan et al. 2020): two FLOPs per weight forward, four backward, without attention.
+    `causal`: 6N + scores and values over the S/2 positions that a token sees on average, 6 · layers · hidden · S.
+    `full`:   6N + twice that, over all S positions, as in PaLM's MFU (Chowdhery et al. 2022, appendix B).
     """
     base = 6.0 * parameter_count(model)
-    # Forward, and twice that backward.
+    # The backward pass has twice the FLOPs of the forward pass.
     attention = 3.0 * sum(_of_scores(one, sequence_length) for one in graph_of(model).operations)
     return {"6N": base, "causal": base + attention, "full": base + 2 * attention}
 
 
 def _of_scores(operation: Operation, length: int) -> float:
-    """Return FLOPs of one token's products that grow with the sequence, forward."""
+    """Return the forward FLOPs per token of the products whose size grows with the sequence."""
     return operation.flops_at(length) - operation.flops_at(0)
 
 
 def forward_products(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Return forward FLOPs of one token's matrix products by the operation's tap, without look-up, norms, biases."""
+    """Return the forward FLOPs per token of matrix products, by tap; look-ups, norms and biases are not counted."""
     operations = graph_of(model).operations
     return {one.tap: flops for one in operations if (flops := one.flops_at(sequence_length))}
 
 
 def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
-    """Return forward FLOPs of one token that the backward pass computes again, in the conventions of `flops_per_token`.
+    """Return the FLOPs per token that the backward pass recomputes, in the conventions of `flops_per_token`.
 
-    In each block that `recompute.every` chooses, products only (norms, activations and the look-up count nothing):
+    These products count, in each block that `recompute.every` selects (norms, activations and look-ups do not count):
 
     `attention`: q, k and v, and attention: 2·(weights of q, k, v) + 2·hidden·S (causal; `full` twice that, `6N` none).
     `mlp`:       gate and up: 2·(their weights).
-    `block`:     both, and attention's output projection, whose output the second half of the block starts from.
+    `block`:     both, and attention's output projection, because the second half of the block needs its output.
 
-    A part's last product (o_proj, down_proj) is not among them: nothing in the backward pass needs its output, and
-    torch's checkpoint stops before it. With `keep_products` none are, but for attention by a kernel that is no operator
-    of torch's own (flex, fa3). None under a memory budget: what is computed again is then the compiler's choice.
+    The last product of a part (o_proj, down_proj) is not recomputed: the backward pass does not need its output, and
+    torch's checkpoint stops before it. With `keep_products`, no product is recomputed, except attention by a kernel
+    that is not an operator of torch (flex, fa3). The result is None with a memory budget, because the compiler then
+    chooses what to recompute.
     """
     recompute, length = config.recompute, config.train.sequence_length
     if recompute.memory_budget < 1:
@@ -87,7 +89,7 @@ def recomputed_flops_per_token(config: RunConfig) -> dict[str, float] | None:
 
 
 def computed_again(config: RunConfig) -> list[Operation]:
-    """List the operations of one block that are recomputed: of each part all but its last one with a product."""
+    """List the operations of one block that are recomputed: those of each part before its last product."""
     block = graph_of(config.model.model_copy(update={"layers": 1})).block()
     chosen = config.recompute.chosen
     found = []
@@ -99,7 +101,7 @@ def computed_again(config: RunConfig) -> list[Operation]:
 
 
 def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
-    """Return (precision, dense peak in FLOP/s) for utilisation under `policy` on `device`; None if not known."""
+    """Return (precision, dense peak in FLOP/s) for utilisation under `policy` on `device`; None if it is unknown."""
     precision = (policy in POLICIES and POLICIES[policy].peak) or policy
     peak = PEAK_FLOPS.get(device, {}).get(precision)
     return None if peak is None else (precision, peak)
@@ -108,7 +110,7 @@ def peak_flops(device: str, policy: str) -> tuple[str, float] | None:
 def mfu(
     model: ModelConfig, sequence_length: int, tokens_per_second: float, device: str, policy: str
 ) -> dict[str, float]:
-    """Return the model FLOP utilisation by convention against `peak_flops`; empty where the peak is not known."""
+    """Return the model FLOP utilisation by convention, relative to `peak_flops`; {} if the peak is unknown."""
     peak = peak_flops(device, policy)
     if peak is None:
         return {}
@@ -117,9 +119,10 @@ def mfu(
 
 
 def hfu(config: RunConfig, tokens_per_second: float, device: str) -> dict[str, float]:
-    """Return hardware FLOP utilisation: as `mfu`, and counting what is computed again.
+    """Return the hardware FLOP utilisation: `mfu` that also counts recomputed FLOPs.
 
-    Korthikanti et al. 2022 (arXiv 2205.05198), section 6.3. Empty where either the peak or that is not known.
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 6.3. The result is {} if the peak or the recomputed
+    FLOPs are unknown.
     """
     length = config.train.sequence_length
     again, peak = recomputed_flops_per_token(config), peak_flops(device, config.precision.policy)
@@ -130,10 +133,10 @@ def hfu(config: RunConfig, tokens_per_second: float, device: str) -> dict[str, f
 
 
 def optimizer_bytes(config: RunConfig) -> float:
-    """Return bytes that the update must move: weights and moments read and written, gradients read, each once.
+    """Return the bytes that the update must move: weights and moments are read and written, gradients are read.
 
-    AdamW in FP32: 4 · (2 + 1 + 2 · 2) = 28 a parameter. 8-bit moments count a byte a number and a scale a block; Muon's
-    matrices have one moment. Clipping and accumulation are not counted.
+    AdamW in FP32: 4 · (2 + 1 + 2 · 2) = 28 per parameter. 8-bit moments take a byte per element and a scale per block;
+    Muon's matrices have one moment. Clipping and accumulation are not counted.
     """
     wide = FORMATS[config.precision.stream].bytes
     parameters, total = graph_of(config.model).parameters, 0.0
@@ -144,21 +147,21 @@ def optimizer_bytes(config: RunConfig) -> float:
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Return bytes of weights, gradients and moments, each held once: what no training step can do with less of.
+    """Return the bytes of weights, gradients and moments, each once: a lower bound of the memory of a step.
 
-    AdamW in FP32: 4 · (1 + 1 + 2) = 16 a parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
+    AdamW in FP32: 4 · (1 + 1 + 2) = 16 per parameter; 8-bit moments and Muon's as in `optimizer_bytes`.
     """
     wide = FORMATS[config.precision.stream].bytes
-    # As much less than what the update moves as it reads and writes: weights twice, moments twice, gradients once.
+    # The update moves weights twice, moments twice and gradients once. Add gradients once more, and halve the sum.
     return (optimizer_bytes(config) + wide * parameter_count(config.model)) / 2
 
 
 def require_memory(config: RunConfig, memory: int) -> None:
-    """Raise UserError that names the setting to blame if the run cannot fit into `memory` bytes (0: not known).
+    """Raise UserError that names the responsible setting if the run cannot fit into `memory` bytes; 0 is unknown.
 
-    On the CPU those are weights, gradients, moments, and each block's input for a micro-batch; on another device only
-    the initial weights in FP32, which are made in the host's memory. All else is not counted: what passes may still be
-    too large.
+    On the CPU it counts weights, gradients, moments, and each block's input for a micro-batch. On other devices it
+    counts only the initial weights in FP32, which are computed in host memory. Other memory is not counted, so a run
+    that passes may still be too large.
     """
     model, train = config.model, config.train
     count = parameter_count(model)
@@ -178,7 +181,7 @@ def require_memory(config: RunConfig, memory: int) -> None:
 
 
 def _largest_size(config: RunConfig) -> str:
-    """Name the size whose excess over the default adds most parameters to the model."""
+    """Return the setting whose excess over its default adds the most parameters to the model."""
     model, usual = config.model, ModelConfig()
     without = {}
     for name in ("vocab_size", "hidden", "layers", "ffn_hidden"):
@@ -188,19 +191,21 @@ def _largest_size(config: RunConfig) -> str:
 
 
 def update_flops(config: RunConfig) -> float:
-    """Return FLOPs of the optimizer's own matrix products in one update: Muon's Newton–Schulz iterations."""
+    """Return the FLOPs of the optimizer's matrix products in one update: Muon's Newton–Schulz iterations."""
     parameters = graph_of(config.model).parameters
     return sum(rule.flops(parameters[name].shape, config.optim) for name, rule in update_rules(config).items())
 
 
 def floor_seconds(config: RunConfig, rates: dict[str, float], bandwidth: float) -> float | None:
-    """Return a lower bound of a step's time: FLOPs / measured rate of products + bytes / measured bandwidth.
+    """Return a lower bound of a step's time in seconds: FLOPs / measured rate + bytes / measured bandwidth.
 
-    The FLOPs are those of the products alone, causal, forward and backward, nothing computed again: block linears at
-    FP8's rate where they are in FP8, all else at the operand's; Muon's at its own. The bytes are `optimizer_bytes`.
+    The FLOPs are those of products only, causal, forward and backward, without recomputation. Linears in FP8 count at
+    FP8's rate, other products at the operand format's, and Muon's at the rate of its own format. The bytes are
+    `optimizer_bytes`.
 
-    rates: FLOP/s by `fp8`, `bf16`, `fp16`, `tf32`, `fp32`, `fp64`. bandwidth: bytes a second, read and written.
-    None if a rate that is needed was not measured; without a rate of its own, FP8 is emulated in bf16 and TF32 is FP32.
+    rates: FLOP/s by `fp8`, `bf16`, `fp16`, `tf32`, `fp32`, `fp64`; without an entry, FP8 has the rate of bf16
+    (emulation), and TF32 that of FP32. bandwidth: bytes read and written per second. The result is None if a required
+    rate is missing.
     """
     operand, own = config.precision.operand, update_flops(config)
     rate = rates.get(operand, rates.get("fp32") if FORMATS[operand].as_read else None)

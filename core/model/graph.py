@@ -1,8 +1,8 @@
 """The model as data: the operations of a family, in the order of the forward chain.
 
 An operation reads tensors, parameters and arrays of the batch, and writes one tensor, its *tap*. A family
-(core/model/families) lists its operations once; names, shapes, taps, edges, stages, FLOPs, groups and the linear layers
-that FP8 may take are derived from that list. The backends write the mathematics once for each *kind* of operation.
+(core/model/families) lists its operations once. Names, shapes, taps, edges, stages, FLOPs, groups and the linear layers
+for FP8 are derived from that list. Each backend implements the mathematics once for each *kind* of operation.
 
 Axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dimension, F feed-forward, V vocabulary.
 """
@@ -18,7 +18,7 @@ from typing import Literal
 Shape = tuple[int, ...]
 Group = Literal["embedding", "head", "matrices", "gains", "biases"]
 
-# Optimizer groups, in the order in which tables and torch's parameter groups list them.
+# Optimizer groups, in the order of tables and of torch's parameter groups.
 GROUPS: tuple[Group, ...] = ("embedding", "head", "matrices", "gains", "biases")
 
 
@@ -40,8 +40,8 @@ class Constant:
 class Parameter:
     """A trained tensor.
 
-    name: canonical: torch's `state_dict` key and the JAX model's path. shape: (out, in) of a matrix. group: its
-    optimizer group. initial: the distribution of its initial values.
+    name: canonical name, which is torch's `state_dict` key and the JAX model's path. shape: for a matrix, (out, in).
+    group: its optimizer group. initial: the distribution of its initial values.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -59,10 +59,10 @@ class Parameter:
 class Kind:
     """The properties that all operations of one kind share.
 
-    rounds_operands: its products round their operands to the policy's operand format. in_fp8: it is a linear layer
-    whose product may be computed in FP8. kept: those of its products, by role of an input or OUTPUT, that are not
-    rounded to that format again. stands_for: the tap after which its edges are named, instead of its own.
-    saves: what its derivative needs, by role of an input, or OUTPUT; None: all that it reads.
+    rounds_operands: its products round their operands to the policy's operand format. in_fp8: its product may be
+    computed in FP8. kept: products whose results are not rounded to that format, by role of an input (its gradient) or
+    OUTPUT. stands_for: the tap that gives its edges their names, instead of its own. saves: the tensors that its
+    derivative needs, by role of an input or OUTPUT; None is all inputs.
     """
 
     name: str
@@ -73,14 +73,14 @@ class Kind:
     saves: tuple[str, ...] | None = None
 
 
-# Among `Kind.saves`: what the operation writes.
+# The role of an operation's output, in `Kind.saves` and `Kind.kept`.
 OUTPUT = "output"
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("embedding", saves=()),
-        # Times √D; a learned row for each position, added.
+        # x · √D; x + a learned row for each position.
         Kind("scale", saves=()),
         Kind("position", saves=()),
         Kind("norm"),
@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
         Kind("layer_norm"),
         Kind("head_norm"),
         Kind("linear", rounds_operands=True, in_fp8=True),
-        # Linear in what they read: the derivative needs none of it.
+        # A rotation is linear: its derivative needs no input.
         Kind("rope", saves=()),
         Kind("attention", rounds_operands=True),
         # silu(gate) ⊙ up, gelu(gate) ⊙ up, gelu(up).
@@ -108,21 +108,21 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A link of the forward chain.
+    """An operation of the forward chain.
 
-    id:     the literal stage id of verdicts; the same in every block.
-    kind:   a name of KINDS: operations of one kind share their mathematics.
-    tap:    the tensor that it writes, (B, S, *width).
+    id:     the stage id in verdicts; the same in every block.
+    kind:   a name in KINDS; operations of one kind have the same mathematics.
+    tap:    the name of its output, (B, S, *width).
     layer:  its block, or None outside the blocks.
-    part:   the part of the model that activation checkpointing computes again together (`recompute.parts`).
+    part:   the part of the model that activation checkpointing recomputes together (`recompute.parts`).
     reads:  input role → tap.
     parameters: input role → parameter.
     width:  the axes of its output after (B, S).
-    batch:  arrays of the batch that it reads, by their name, which is the role too.
-    flops:  of its matrix products, forward, for one token: a constant, and so many times the sequence length, each
-            token seeing half of the sequence on average.
-    edges:  input role → the name of what this operation alone sends back there, where several operations read the
-            tensor or parameter. Forward, an edge is the tensor itself.
+    batch:  names of the arrays of the batch that it reads; they are also the roles.
+    flops:  forward FLOPs per token of its matrix products: (constant, factor of the sequence length); a token sees half
+            of the sequence on average.
+    edges:  input role → edge, for a tensor or parameter with several readers. The gradient of an edge is this
+            operation's part of the tensor's gradient. The value of an edge is the tensor itself.
     """
 
     id: str
@@ -139,30 +139,30 @@ class Operation:
 
     @property
     def params(self) -> dict[str, str]:
-        """Input role → canonical name of the parameter."""
+        """The mapping from input roles to canonical names of parameters."""
         return {role: parameter.name for role, parameter in self.parameters.items()}
 
     @property
     def module(self) -> str | None:
-        """Canonical name of the module that holds its weight, None without one."""
+        """The canonical name of the module that holds its weight; None without a weight."""
         weight = self.parameters.get("weight")
         return None if weight is None else weight.name.removesuffix(".weight")
 
     def sends(self, role: str) -> str:
-        """Name the tap, edge or parameter whose gradient this operation alone makes through input `role`."""
+        """Return the tap, edge or parameter whose gradient this operation alone computes through input `role`."""
         return self.edges.get(role) or self.reads.get(role) or self.parameters[role].name
 
     def flops_at(self, length: int) -> float:
-        """Return FLOPs of its products, forward, for one token of a sequence of `length` tokens."""
+        """Return the forward FLOPs of its products per token, for sequences of `length` tokens."""
         constant, each = self.flops
         return constant + each * length
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The entry of a tensor with several readers into one of them; its gradient is that reader's share.
+    """The connection from a tensor with several readers to one reader; its gradient is that reader's part.
 
-    reader: the operation. role: its input. tap, parameter: what is read, the other is None.
+    reader: the operation. role: its input. tap, parameter: the source; one of them is None.
     """
 
     reader: Operation
@@ -173,15 +173,16 @@ class Edge:
 
 @dataclass(frozen=True)
 class Graph:
-    """The operations of one model, in the order of the chain, the per-token NLL last."""
+    """The operations of one model, in the order of the chain; the per-token NLL is the last."""
 
     operations: tuple[Operation, ...]
 
     @classmethod
     def of(cls, operations: Sequence[Operation]) -> Graph:
-        """Build the graph of these operations, with their edges. Raises ValueError unless the chain is sound.
+        """Build the graph of these operations, with their edges.
 
-        Sound: every kind is known, every tap is written once, before it is read, and a name is one parameter.
+        Raises ValueError for an unknown kind, for a tap that is written twice or read before it is written, and for two
+        different parameters with one name.
         """
         _check(operations)
         readers: dict[str, int] = {}
@@ -193,7 +194,7 @@ class Graph:
         for one in operations:
             at = KINDS[one.kind].stands_for or one.tap
             edges = {role: f"{at}.{role}" for role, tap in one.reads.items() if readers[tap] > 1}
-            # The first operation that reads a shared parameter owns it, and needs no edge.
+            # The first operation that reads a shared parameter needs no edge.
             edges |= {role: f"{at}.{role}" for role, name in one.params.items() if name in first}
             first |= set(one.params.values())
             found.append(replace(one, edges=edges) if edges else one)
@@ -201,7 +202,7 @@ class Graph:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter by canonical name, in canonical order: that of the operation that first reads it."""
+        """Every parameter by canonical name, in canonical order: that of the operations that first read them."""
         return {p.name: p for one in self.operations for p in one.parameters.values()}
 
     @cached_property
@@ -224,7 +225,7 @@ class Graph:
         }
 
     def shapes(self, batch: int, length: int) -> dict[str, Shape]:
-        """Return the shape of every tap and edge on `batch` sequences of `length` tokens."""
+        """Return the shape of every tap and edge for `batch` sequences of `length` tokens."""
         found = {tap: (batch, length, *one.width) for tap, one in self.by_tap.items()}
         for name, edge in self.edges.items():
             found[name] = edge.parameter.shape if edge.parameter else found[edge.tap or ""]
@@ -232,18 +233,18 @@ class Graph:
 
     @cached_property
     def linears(self) -> dict[str, Operation]:
-        """The linear layers whose products FP8 may take, by the canonical name of their module."""
+        """The linear layers whose products may be in FP8, by the canonical name of their module."""
         return {one.module: one for one in self.operations if KINDS[one.kind].in_fp8 and one.module is not None}
 
     @cached_property
     def into_scores(self) -> frozenset[str]:
-        """The parameters of what attention's scores are made of: projections of queries and keys, norms of heads."""
+        """The parameters that affect attention's scores: projections of queries and keys, and norms of heads."""
         found: set[str] = set()
         for one in self.operations:
             for role in ("q", "k") if one.kind == "attention" else ():
                 maker = self.by_tap[one.reads[role]]
                 found |= set(maker.params.values())
-                # Behind a rotation and a norm of heads, whose gains are among them.
+                # Go back through a rotation and a norm of heads, whose gains belong to the result.
                 while maker.kind != "linear":
                     maker = self.by_tap[maker.reads["x"]]
                     found |= set(maker.params.values())
@@ -251,7 +252,7 @@ class Graph:
 
     @property
     def head(self) -> Parameter:
-        """The parameter that turns hidden states into logits."""
+        """The weight of the head, which maps hidden states to logits."""
         return next(one.parameters["weight"] for one in reversed(self.operations) if one.parameters)
 
     def block(self, layer: int = 0) -> list[Operation]:

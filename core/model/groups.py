@@ -1,4 +1,4 @@
-"""Map each parameter to its optimizer settings: learning rate and decay by group, rule, and optimizer state."""
+"""The optimizer settings of parameters: learning rate and weight decay by group, update rule, optimizer state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.core.model.graph import Shape
 class GroupSettings:
     """Optimizer settings of a parameter group.
 
-    lr_factor: the group's learning rate / the schedule's. weight_decay: λ of p ← p·(1 − lr·lr_factor·λ).
+    lr_factor: the group's learning rate / the scheduled rate lr. weight_decay: λ in p ← p·(1 − lr·lr_factor·λ).
     """
 
     lr_factor: float
@@ -27,10 +27,10 @@ class GroupSettings:
 
 
 def group_settings(config: RunConfig, group: str) -> GroupSettings:
-    """Return the learning rate and decay of an optimizer group; biases share the gains' scale and do not decay.
+    """Return the settings of an optimizer group; biases have the gains' scale and no decay.
 
-    Width rule: a matrix's rate × base_width / hidden, as Adam's under μP (Yang et al. 2022, arXiv 2203.03466, table 3).
-    Batch rule: every rate × √(batch_size / base_batch) (Malladi et al. 2022, arXiv 2205.10287: Adam's noise).
+    Width rule: the rate of matrices · base_width / hidden, as for Adam under μP (Yang et al. 2022, arXiv 2203.03466,
+    table 3). Batch rule: every rate · √(batch_size / base_batch) (Malladi et al. 2022, arXiv 2205.10287).
     """
     optim = config.optim
     factor = {
@@ -73,9 +73,9 @@ def moment_names(config: RunConfig) -> dict[str, list[str]]:
 
 
 def check_state(config: RunConfig, state: State, parts: Mapping[str, Shape] | None = None) -> None:
-    """Raise ValueError unless weights and moments have exactly the names and shapes of this run's.
+    """Raise ValueError unless weights and moments have exactly the names and shapes of this run.
 
-    parts: shapes that are allowed as well, of the part of each parameter that a rank holds.
+    parts: by parameter, the shape of a rank's part, which is also allowed.
     """
     parameters, kinds = graph_of(config.model).parameters, moment_names(config)
     if kinds.keys() != state.optimizer.keys():

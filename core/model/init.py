@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, canonical name, shape): both backends start from the same bits."""
+"""Initial weights as a pure function of (seed, canonical name, shape), so that both backends start with equal bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.model.graph import Constant, Parameter
 
 
 def init_parameter(parameter: Parameter, seed: int) -> np.ndarray:
-    """Return one parameter's initial values, float32; normal ones from a Philox stream keyed by (seed, name)."""
+    """Return one parameter's initial values, float32; normal ones are from a Philox stream keyed by (seed, name)."""
     if isinstance(parameter.initial, Constant):
         return np.full(parameter.shape, parameter.initial.value, np.float32)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.name}".encode()).digest()[:16], "little")
@@ -22,9 +22,9 @@ def init_parameter(parameter: Parameter, seed: int) -> np.ndarray:
 
 
 def init_parameters(model: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """Return all parameters by canonical name, float32."""
+    """Return the initial values of all parameters by canonical name, float32."""
     parameters = graph_of(model).parameters
-    # numpy draws without Python's lock, and each parameter has its own stream: the bits do not depend on threads.
+    # NumPy draws without Python's lock, and each parameter has its own stream, so threads do not change the bits.
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda parameter: init_parameter(parameter, seed), parameters.values())
         return dict(zip(parameters, made, strict=True))

@@ -1,4 +1,4 @@
-"""Names and shapes that follow from the model's graph: parameters, groups, taps, edges.
+"""Names and shapes from the model's graph: parameters, groups, taps, edges.
 
 Canonical names are torch's `state_dict` keys and the JAX model's paths.
 """
@@ -9,12 +9,12 @@ from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import KINDS, Group, Operation, Shape
 
-# `grad/NAME`: d loss / d NAME for a tap, an edge or a parameter, from the tapped program.
+# Prefix of gradients: `grad/NAME` is d loss / d NAME for a tap, an edge or a parameter, from the tapped program.
 GRADIENT = "grad/"
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return every parameter's shape in canonical order; matrices are (out, in). A tied head has no name of its own."""
+    """Return every parameter's shape in canonical order; matrices are (out, in). A tied head has no entry."""
     return {name: parameter.shape for name, parameter in graph_of(model).parameters.items()}
 
 
@@ -35,20 +35,20 @@ def tap_names(model: ModelConfig) -> list[str]:
 
 
 def edge_names(model: ModelConfig) -> list[str]:
-    """List the model's edges: where a tensor with several readers enters one of them. Only gradients are observed."""
+    """Return the model's edges, from tensors with several readers to each reader. Only their gradients are observed."""
     return list(graph_of(model).edges)
 
 
 def probe_shapes(model: ModelConfig, batch: int, length: int) -> dict[str, Shape]:
-    """Return the shape of every tap and edge on `batch` sequences of `length` tokens."""
+    """Return the shape of every tap and edge for `batch` sequences of `length` tokens."""
     return graph_of(model).shapes(batch, length)
 
 
 def cancelled(model: ModelConfig) -> dict[str, str]:
-    """Map biases whose gradient is 0 in exact arithmetic to the weight beside them.
+    """Map biases whose gradient is 0 in exact arithmetic to the weight of their layer.
 
-    A bias of keys that no position turns adds one number to all scores of a query, and softmax does not see it. The
-    computed gradient is the rounding of a sum that cancels.
+    Without RoPE, a bias of keys adds one number to all scores of a query, which does not change the softmax. The
+    computed gradient is only the rounding error of a sum that cancels.
     """
     graph = graph_of(model)
     makers = [graph.by_tap[one.reads["k"]] for one in graph.operations if one.kind == "attention"]

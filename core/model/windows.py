@@ -1,9 +1,9 @@
-"""Windows of a model: some of its blocks at a time, so that a program of the whole model shows no more than fits.
+"""Windows of a model: groups of blocks whose taps are recorded by one program, so that the taps fit on the device.
 
-A compiled program gives what it shows at its end. Where all taps together are too large for the device, one program a
-window shows those of its blocks, the last window first. It also shows what its first block reads of the blocks before
-it, and the gradient of that, which is where the backward pass of the window before begins. So what two windows share
-has one gradient; that it has the same bits in the forward pass of both makes the windows one observation.
+A compiled program returns its taps at its end. If all taps are too large for the device, one program per window records
+the taps of its blocks; the last window comes first. A program also records the tensors that its first block reads from
+the blocks before, and their gradients. The backward pass of the window before begins with these gradients. Two windows
+share these tensors, and a check requires that they have the same bits in both programs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.core.model.names import GRADIENT, parameter_shapes, probe_shapes
 
 @dataclass(frozen=True)
 class Window:
-    """The taps and gradients that one program shows.
+    """The taps and gradients that one program records.
 
-    names: as `observe` takes them. border: taps of the window before that this one reads, shown by both.
+    names: names for `observe`. border: taps of the window before that this one reads; both windows record them.
     """
 
     names: frozenset[str]
@@ -32,9 +32,9 @@ class Window:
 
 
 def windows_of(config: RunConfig, asked: Collection[str], rows: int, budget: float) -> list[Window]:
-    """Cut what is asked of a program into windows of consecutive blocks, each of at most `budget` bytes or one block.
+    """Divide the requested names into windows of consecutive blocks, each of at most `budget` bytes or one block.
 
-    rows: sequences that are shown. Embedding and head are segments like a block.
+    asked: names for `observe`. rows: number of sequences that are recorded. Embedding and head count as blocks.
     """
     sizes, wanted = _sizes(config, rows), set(asked)
     operations = graph_of(config.model, config.attention, config.loss).operations
@@ -52,7 +52,7 @@ def windows_of(config: RunConfig, asked: Collection[str], rows: int, budget: flo
         names = _names(group_of_one) | {GRADIENT + tap for tap in border}
         made.append(Window(frozenset(names & wanted), frozenset(border & wanted)))
     given = [{GRADIENT + tap for later in made[n + 1 :] for tap in later.border} for n in range(len(made))]
-    # The backward pass of a window goes on to those before. A parameter that they read too is shown by the first alone.
+    # The backward pass continues to earlier windows. A parameter that several windows read is recorded by the first.
     shown: set[str] = set()
     parts: list[Window] = []
     for one, later in zip(made, given, strict=True):
@@ -62,7 +62,7 @@ def windows_of(config: RunConfig, asked: Collection[str], rows: int, budget: flo
 
 
 def summed_edges(config: RunConfig, parts: Sequence[Window]) -> dict[str, frozenset[str]]:
-    """Return the edges of parameters that a later window reads too; their gradients are to be added."""
+    """Return, for parameters that a later window also reads, the edges whose gradients must be added to theirs."""
     found: dict[str, set[str]] = {}
     for one in graph_of(config.model, config.attention, config.loss).operations:
         for role, name in one.params.items():
@@ -74,7 +74,7 @@ def summed_edges(config: RunConfig, parts: Sequence[Window]) -> dict[str, frozen
 
 
 def device_bytes(config: RunConfig, rows: int, budget: float) -> float:
-    """Return bytes on the device of the dearest window of a check's names; without a budget, of all at once."""
+    """Return the device bytes of the largest window for a check's names; without a budget, of all names together."""
     sizes = _sizes(config, rows)
     asked = _names(graph_of(config.model, config.attention, config.loss).operations)
     parts = windows_of(config, asked, rows, budget) if budget else [Window(frozenset(asked))]
@@ -82,14 +82,14 @@ def device_bytes(config: RunConfig, rows: int, budget: float) -> float:
 
 
 def _names(operations: Collection[Operation]) -> set[str]:
-    """Return the names of some operations' taps and edges, and of the gradients of taps, edges and parameters."""
+    """Return the names of operations' taps, and of the gradients of their taps, edges and parameters."""
     found = {name for one in operations for name in (one.tap, GRADIENT + one.tap)}
     found |= {GRADIENT + edge for one in operations for edge in one.edges.values()}
     return found | {GRADIENT + name for one in operations for name in one.params.values()}
 
 
 def _sizes(config: RunConfig, rows: int) -> dict[str, int]:
-    """Return bytes that each name costs on the device: a tap once, its gradient with the zero that is added to it."""
+    """Return the device bytes of each name; the gradient of a tap counts twice, because it needs a probe of zeros."""
     number = FORMATS[config.precision.stream].bytes
     taps = {n: number * math.prod(s) for n, s in probe_shapes(config.model, rows, config.train.sequence_length).items()}
     weights = {n: number * math.prod(shape) for n, shape in parameter_shapes(config.model).items()}

@@ -1,1 +1,1 @@
-"""The training loop and what it computes around a step."""
+"""The training loop, and computations around a step."""

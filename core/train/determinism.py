@@ -1,8 +1,9 @@
 """The start of a deterministic run: its first step, repeated from one state, must give the same bits.
 
-With `deterministic = true` a session refuses what has no deterministic kernel (torch_backend/tools/deterministic.py).
-Libraries declare that themselves, so it is tried before anything is trained. Bits are promised on one machine with one
-number of threads and one set of versions: a run goes on nowhere else.
+With `deterministic = true`, a session refuses operations without a deterministic kernel
+(torch_backend/tools/deterministic.py). It relies on the declarations of libraries, so they are tested before the
+training. Equal bits are guaranteed only on one machine, with one number of threads and one set of versions, so a run
+cannot be continued elsewhere.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from lockstep.core.errors import UserError
 from lockstep.core.run.directory import RunDir
 from lockstep.core.run.ranks import ONE, Ranks
 
-# A second compilation that would take longer than this many seconds is not made for the sake of a figure.
+# The cost is not measured if it needs a compilation of more than this many seconds.
 AFFORDABLE = 60.0
 # The key in run.json, and the row's name in the table.
 PROOF = "deterministic"
 # Number of names that a line lists.
 LISTED = 4
-# A resume may change these (core/run/resume.py), and with them the order of sums.
+# Settings that a resume may change (core/run/resume.py), and that change the order of sums.
 SETTINGS = ("train.ranks", "train.micro_batch_size", "parallel.bucket_mb")
-# These change no bit of a step.
+# Packages whose version does not change the bits of a step.
 NO_MATTER = ("lockstep", "python", "tokenizers")
 
 
@@ -37,9 +38,9 @@ NO_MATTER = ("lockstep", "python", "tokenizers")
 class Proof:
     """The results of the checks at the start of a deterministic run.
 
-    step: which one was repeated. gradients: how many were the same bits, the loss and the losses of tokens besides.
-    costs: time of the forward and backward pass of a micro-batch a rank / the same without the setting, one after the
-    other, several times; empty where it was not measured, and `unmeasured` gives the reason.
+    step: the repeated step. gradients: number of gradients with equal bits; the losses were equal too. costs: several
+    measurements of (time of forward and backward pass of one micro-batch per rank / time without the setting); empty if
+    it was not measured. unmeasured: the reason, or "".
     """
 
     step: int
@@ -59,7 +60,10 @@ class Proof:
 
 
 def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return what bits depend on besides a run's lasting settings. about: of the backend; versions: by library."""
+    """Return the facts that bits depend on, besides settings that a resume cannot change.
+
+    about: the backend's description. versions: by library.
+    """
     settings = flatten(config.model_dump())
     found = {"device": about.get("device"), "threads": about.get("threads")}
     found |= {key: settings[key] for key in SETTINGS}
@@ -67,7 +71,7 @@ def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, st
 
 
 def require_same_place(run: RunDir, now: Mapping[str, Any]) -> None:
-    """Raise UserError, before the run is touched, if it was proven elsewhere than at `now` (`place`)."""
+    """Raise UserError if the run was proven with other facts than `now` (a result of `place`)."""
     if moved := moves(run.info.get(PROOF, {}).get("where", now), now):
         raise UserError(f"{run.path}: a deterministic run goes on only where it began: {moved}")
 
@@ -81,9 +85,9 @@ def prove_run(
     versions: Mapping[str, str],
     ranks: Ranks = ONE,
 ) -> Mapping[str, Any]:
-    """Prove step `step` of a deterministic run, note it in run.json, and return `about` with a line for the table.
+    """Prove step `step` of a deterministic run, record the proof in run.json, and return `about` with a line on it.
 
-    Raises UserError as `prove` does, which every other rank calls.
+    Rank 0 calls it, and the other ranks call `prove`. Raises UserError as `prove` does.
     """
     proof = prove(run.config, session, batch, step, ranks)
     in_force = {**about["in_force"], PROOF: str(proof)}
@@ -93,15 +97,16 @@ def prove_run(
 
 
 def moves(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """List the differences from the place where the run began, in words; empty if there are none."""
+    """List the differences between two results of `place`, as text; "" if there are none."""
     keys = {**then, **now}
     return "; ".join(f"{k} was {then.get(k)}, is {now.get(k)}" for k in keys if then.get(k) != now.get(k))
 
 
 def prove(config: RunConfig, session: Session, batch: Batch, step: int, ranks: Ranks = ONE) -> Proof:
-    """Repeat forward and backward pass of `batch`, and measure what determinism costs; the state is left as it was.
+    """Repeat the forward and backward pass of `batch`, and measure the cost of determinism; the state stays.
 
-    Every rank calls it. Raises UserError if a bit differs, naming the parameters, or if the session gives no gradients.
+    Every rank calls it. Raises UserError with the names of parameters if a bit differs, or if the session has no
+    gradients.
     """
     random = random_state(session)
     try:
@@ -117,10 +122,10 @@ def prove(config: RunConfig, session: Session, batch: Batch, step: int, ranks: R
 
 
 def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[Gradients, Gradients], float]:
-    """Compute the step's gradients twice; return both, and the seconds that the first call took beyond the last."""
+    """Compute the step's gradients twice; return both, and the seconds by which the first call exceeds the last."""
     random = random_state(session)
     if config.train.ranks > 1:
-        # Each rank computes it alone, so that a refusal leaves no other rank waiting.
+        # Each rank first computes a micro-batch without communication, so that a refusal does not block other ranks.
         session.gradients(batch.cut(config.train)[0])
     # CUDA graphs are recorded in their first pass.
     calls = 3 if config.compile.mode == "reduce-overhead" else 2
@@ -135,9 +140,9 @@ def _repeated(config: RunConfig, session: Session, batch: Batch) -> tuple[tuple[
 
 
 def differences(one: Gradients, other: Gradients) -> str:
-    """List the parts of a step whose bits differ, in words; empty if there are none."""
+    """List the parts of a step whose bits differ, as text; "" if there are none."""
     said = []
-    # Compare bits: == takes NaN for another number than itself, and −0 for 0.
+    # Compare bits: with ==, NaN differs from itself, and −0 equals 0.
     if one.loss.hex() != other.loss.hex() or one.nll.tobytes() != other.nll.tobytes():
         said.append("the loss")
     names = [n for n in {**one.grads, **other.grads} if n not in one.grads or n not in other.grads]

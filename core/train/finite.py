@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: a step that has them changes nothing, and ends the run."""
+"""Losses and gradients that are not finite: such a step changes no weights, and ends the run or is skipped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.core.train.skipped_steps import IN_A_ROW
 
 
 class NotFinite(UserError):
-    """A step whose loss or gradients are not finite; the session that raises it is as it was before the step.
+    """A step whose loss or gradients are not finite. The session's state is that before the step.
 
-    record: what the step said of itself. where: in whose loss or gradients it was first, in words.
+    record: the record of the step. where: the first loss or gradient that is not finite, as text.
     """
 
     def __init__(self, record: StepRecord, where: str) -> None:
@@ -26,13 +26,13 @@ class NotFinite(UserError):
 
 
 def is_finite(record: StepRecord) -> bool:
-    """Return whether a step may count: one that is finite, or one that the session reports as left out."""
+    """Return whether a step is valid: it is finite, or the session reports that it was skipped."""
     said = SCALE in record.metrics or record.left_out is not None
     return said or (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
 
 
 def require_progress(record: StepRecord, limit: int) -> None:
-    """Raise NotFinite if this step is the `limit`th in a row that was left out (`train.skips_in_a_row`)."""
+    """Raise NotFinite if this step is number `limit` of consecutive skipped steps (`train.skips_in_a_row`)."""
     count = int(record.metrics.get(IN_A_ROW, 0))
     if count >= limit:
         where = record.left_out or "gradients beyond FP16"
@@ -40,9 +40,10 @@ def require_progress(record: StepRecord, limit: int) -> None:
 
 
 def first_place(loss: float, parameters: Sequence[str], count: int) -> str:
-    """Name the first non-finite value of one rank, in words; nothing if all of its own values are finite.
+    """Describe the first value of one rank that is not finite; "" if all of its own values are finite.
 
-    loss: its own. parameters: names whose own gradients are not finite, in the model's order, of `count`.
+    loss: the rank's own loss. parameters: names of the parameters whose own gradients are not finite, in the model's
+    order. count: number of all parameters.
     """
     if not math.isfinite(loss):
         return f"first in the loss ({loss:g})"
@@ -53,6 +54,6 @@ def first_place(loss: float, parameters: Sequence[str], count: int) -> str:
 
 
 def of_ranks(places: Mapping[int, str]) -> str:
-    """Describe where numbers are not finite on several ranks, by rank."""
+    """Join the descriptions of several ranks. places: rank → result of `first_place`."""
     found = [f"on rank {rank} {place}" for rank, place in sorted(places.items()) if place]
     return "; ".join(found) or "on no rank by itself: it arose in the sum over ranks"

@@ -1,7 +1,7 @@
-"""Compare each record of a run with what the settings and the batch prescribe; this needs no check and no reference.
+"""Compare each record of a run with the values that settings and batch prescribe. This needs no reference.
 
-A learning rate that leaves its schedule between two checks is found in its first wrong step, and so is a session that
-consumes only a part of its batch.
+It finds a wrong learning rate, and a session that uses only a part of its batch, at the first wrong step, also between
+two checks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lockstep.core.train.schedule import learning_rate
 
 
 class WrongRecord(UserError):
-    """A step's record is not what the run prescribes for that step."""
+    """A step's record differs from the values that the run prescribes for the step."""
 
 
 def require_prescribed(record: StepRecord, batch: Batch, step: int, config: RunConfig, ranks: Ranks = ONE) -> None:
-    """Raise WrongRecord unless the record of step `step` follows from the settings and from the batch it was given.
+    """Raise WrongRecord unless the record of step `step` matches the settings and the step's batch.
 
-    Compared are the step's number, the batch's digest, its tokens and loss weight, the learning rate, and the clip
-    coefficient, which follows from the norm in the record. Bounds are those of a check (scalar_bounds.py). Every rank
-    calls it with its own record, and raises if the record of any rank is wrong.
+    It compares the step's number, the batch's digest, its number of tokens and its loss weight, the learning rate, and
+    the clip coefficient for the norm in the record. Bounds are those of a check (scalar_bounds.py). Every rank calls it
+    with its own record, and every rank raises if the record of any rank is wrong.
     """
     found = ranks.gather("; ".join(_wrong(record, batch, step, config)), f"`compare the records of step {step}`")
     for rank, wrong in enumerate(found):

@@ -1,4 +1,4 @@
-"""The training loop: a generator of step records, and `train`, which drains it into a run directory and its sinks."""
+"""The training loop: a generator of step records, and `train`, which writes them to a run directory and its sinks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from lockstep.core.train.unchanged_state import unchanged
 from lockstep.core.train.validation import LOSS, Validation, means
 
 Ending = Literal["finished", "interrupted", "alarmed"]
-# A function that follows up a check that disagreed: it returns the check with its findings, and a line on them.
+# A function that diagnoses a check that disagreed: it returns the check with its findings, and a line about them.
 Alarm = Callable[[Check], tuple[Check, str | None]]
 
 
 class Watch(Protocol):
-    """A watch that checks steps while they are made (core/parity/modes/shadow.py)."""
+    """A watch that checks steps during training (core/parity/modes/shadow.py)."""
 
     def due(self, step: int) -> bool:
         """Return whether step `step` is to be checked."""
@@ -53,37 +53,37 @@ class Watch(Protocol):
         due: str | None = None,
         validation: Validation | None = None,
     ) -> StepRecord:
-        """Run the step and gather what a check needs; `seconds` of the record is the step alone.
+        """Run the step and collect evidence for a check; `seconds` in the record is the time of the step alone.
 
-        due: digest of the batch that the data order prescribes. validation: what is due after the step. Its metrics are
-        in the record if it was made here.
+        due: digest of the batch that the data order prescribes. validation: the validation that is due after the step;
+        if it is run here, the record has its metrics.
         """
         ...
 
     @property
     def pending(self) -> int:
-        """Checks that are still out."""
+        """The number of checks without a result."""
         ...
 
     def collect(self) -> Iterator[Check | tuple[int, str]]:
-        """Return the results since the last call: checks, or (step, why it was skipped)."""
+        """Return the results since the last call: checks, or (step, reason why its check was skipped)."""
         ...
 
     def drain(self) -> Iterator[Check | tuple[int, str]]:
-        """Wait for all that is still out."""
+        """Wait for all pending checks, and return their results."""
         ...
 
 
 class Interrupted(Protocol):
-    """A flag that something outside sets, such as `threading.Event`."""
+    """A flag that other code sets, such as `threading.Event`."""
 
     def is_set(self) -> bool:
-        """Return whether to stop after the step that is being made."""
+        """Return whether to stop after the current step."""
         ...
 
 
 def due(every: int, step: int, last: int) -> bool:
-    """Return whether something with this interval happens at this step; the last step is always due, 0 is never."""
+    """Return whether an event with the interval `every` is due at this step, or at the last step; 0 is never."""
     return every > 0 and (step % every == 0 or step == last)
 
 
@@ -97,11 +97,12 @@ def step_records(
     spikes: Spikes | None = None,
     ranks: Ranks = ONE,
 ) -> Iterator[StepRecord]:
-    """Run steps `first`… and yield each one's record with timing and the metrics that are due.
+    """Run the steps from `first` on, and yield each step's record with timing and the metrics that are due.
 
-    spent: the stopwatch of the caller. spikes: checks each loss, and keeps the batch of a spike.
-    Raises NotFinite at a step whose loss or gradients are not finite, also where the session lets it pass, and where
-    too many of them were left out in a row. Raises WrongRecord at a step whose record is not the run's.
+    spent: the caller's stopwatch. spikes: tests each loss, and stores the batch of a spike.
+
+    Raises NotFinite for a step whose loss or gradients are not finite, even if the session does not raise it, and after
+    too many skipped steps in a row. Raises WrongRecord for a step whose record differs from the prescribed values.
     """
     config, spent = data.config, spent or TimeAccounting()
     last = config.train.steps
@@ -115,7 +116,7 @@ def step_records(
             started = time.perf_counter()
             with spent.part("compute"):
                 if watch is not None and watched:
-                    # Read again, not from the loader, since the check must find a loader that has lost its place.
+                    # Read the batch again instead of taking it from the loader: the check must find a faulty loader.
                     record = watch.step(session, batch, norms, data.batch(step).digest(), validation)
                 else:
                     record = session.step(batch, norms=norms)
@@ -125,10 +126,10 @@ def step_records(
             if not is_finite(record):
                 raise NotFinite(record, "the session does not say where, and its weights may have it")
             require_progress(record, config.train.skips_in_a_row)
-            # A checked step is judged, and the check names the origin.
+            # The check of a watched step compares its record, and names the origin of a difference.
             if not watched:
                 require_prescribed(record, batch, step, config, ranks)
-            # A coarse clock may show zero seconds.
+            # With a coarse clock, the time may be zero.
             rate = record.tokens / record.seconds if record.seconds > 0 else 0.0
             looked = f"validation, a metric or a sample after step {step}"
             with spent.part("validation"), unchanged(session, looked) if looks_due(config, step) else nullcontext():
@@ -151,14 +152,14 @@ def step_records(
 
 
 def looks_due(config: RunConfig, step: int) -> bool:
-    """Return whether something reads the session's state after this step: validation, a metric, or a sample."""
+    """Return whether a validation, a metric or a sample reads the session's state after this step."""
     log = config.log
     intervals = config.eval.every, log.fp32_loss_every, log.attention_logits_every, log.sample_every
     return any(due(every, step, config.train.steps) for every in intervals)
 
 
 def next_of(batches: Iterator[Batch], ranks: Ranks, step: int) -> Batch:
-    """Return the next batch, once every rank has its own. Raises LoaderError on all of them if one has not."""
+    """Return the next batch when every rank has its own. Raises LoaderError on all ranks if one rank has none."""
     try:
         batch, failed = next(batches), None
     except LoaderError as error:
@@ -181,7 +182,7 @@ def _validation(data: RunData, step: int, spent: TimeAccounting) -> Validation |
 
 
 def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[str, float]:
-    """Return FP32 cross-entropy and top-1 accuracy, and attention logits, on slices of the batch: where due."""
+    """Return the metrics on slices of the batch that are due: FP32 loss, top-1 accuracy, attention logits."""
     config = data.config
     metrics: dict[str, float] = {}
     if len(config.train.lengths) > 1:
@@ -202,7 +203,7 @@ def measured(session: Session, data: RunData, batch: Batch, step: int) -> dict[s
 
 
 def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | None = None) -> Arrays:
-    """Return `session.evaluate` of a batch, computed a micro-batch at a time: a step holds no fewer activations."""
+    """Return `session.evaluate` of a batch, computed by micro-batches, so that it needs no more memory than a step."""
     size = train.micro_batch_of(batch.tokens.shape[1])
     micros = [batch.rows(slice(i, i + size)) for i in range(0, len(batch.tokens), size)]
     parts = [session.evaluate(micro, policy) for micro in micros]
@@ -210,7 +211,7 @@ def evaluated(session: Session, batch: Batch, train: TrainConfig, policy: str | 
 
 
 def memory(session: Session) -> dict[str, float]:
-    """Return bytes in use as the session reports them, else those of this process."""
+    """Return the bytes in use that the session reports, else those of this process."""
     try:
         found = ask(session, UsesMemory).memory()
     except NotSupported:
@@ -219,7 +220,7 @@ def memory(session: Session) -> dict[str, float]:
 
 
 def sample(session: Session, data: RunData, step: int) -> str:
-    """Write text from the configured prompt."""
+    """Generate a text from the configured prompt."""
     log, tokenizer = data.config.log, data.dataset.tokenizer()
     prompt = np.asarray(tokenizer.encode_documents([log.sample_prompt])[0], np.int32)
     if len(prompt) == 0:
@@ -241,17 +242,17 @@ def train(
     alarm: Alarm = lambda check: (check, None),
     ranks: Ranks = ONE,
 ) -> Ending:
-    """Train from step `first` to the end, or until `interrupted` or an alarm; returns how it ended.
+    """Train from step `first` to the end, or until `interrupted` or an alarm; return the kind of ending.
 
-    Every record and check goes to the sinks as it comes, and `alarm`'s result for a check that disagreed. A checkpoint
-    is written at its interval, at the end, and when interrupted; none of a state that a check has just accused, if the
-    run is to stop there (`parity.on_alarm`). docs/guide/guards.md describes how a run handles a fault.
+    Records and checks go to the sinks at once, with `alarm`'s result for a check that disagreed. Checkpoints are
+    written at their interval, at the end, and after an interruption. If an alarm stops the run (`parity.on_alarm`), no
+    checkpoint of the state after it is written. docs/guide/guards.md describes how a run handles faults.
 
-    Every rank runs this. Rank 0 alone has the run's directory, and sinks; `run` is None on the others. Facts that it
-    alone knows (which checks have come back, what the disk has refused) it sends to the others where they act on them.
+    Every rank runs this function. Only rank 0 has the run's directory and sinks; on other ranks `run` is None. Rank 0
+    sends the others the facts that only it has (results of checks, errors of the disk) when they need them.
 
-    Raises NotFinite after all checks that are out have come back, LoaderError after a checkpoint, and what the session,
-    a sink or a checkpoint raises.
+    Raises NotFinite after all pending checks have a result, LoaderError after a checkpoint, and the errors of the
+    session, of sinks and of checkpoints.
     """
     config = run.config if run else data.config
     last, kept = config.train.steps, config.checkpoint
@@ -304,7 +305,7 @@ def train(
 
 
 def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink], seconds: int) -> None:
-    """Wait for every check that is still out, `seconds` at most for each."""
+    """Wait for every pending check, at most `seconds` for each, and deliver the results."""
     if watch.pending:
         for sink in sinks:
             sink.note(
@@ -315,7 +316,7 @@ def _wait_for(watch: Watch, checks: Checks, sinks: Sequence[Sink], seconds: int)
 
 
 def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
-    """End a run that a check has accused; under `roll_back`, as it was at the last checkpoint that is not suspect."""
+    """End a run after an alarm; under `roll_back`, reset it to a checkpoint not later than the last good check."""
 
     def note(text: str) -> None:
         for sink in sinks:
@@ -335,16 +336,16 @@ def _stop(run: RunDir, checks: Checks, sinks: Sequence[Sink]) -> Ending:
 
 
 def tell(sinks: Sequence[Sink], told: Iterator[Saved | str]) -> None:
-    """Report to every sink which checkpoints were written, and which could not be."""
+    """Report to every sink the checkpoints that were written, and messages about those that could not be written."""
     for one in told:
         for sink in sinks:
             sink.note(one) if isinstance(one, str) else sink.saved(one)
 
 
 class Checks:
-    """The reference's results, which rank 0 has, on their way to every sink.
+    """The delivery of the reference's results from rank 0 to every sink.
 
-    good: step of the last check that agreed, before any that did not. bad: step of the first that did not.
+    good: step of the last check that agreed before the first disagreement. bad: step of the first check that disagreed.
     """
 
     def __init__(self, sinks: Sequence[Sink], alarm: Alarm, ranks: Ranks = ONE) -> None:
@@ -353,8 +354,8 @@ class Checks:
         self.bad: int | None = None
 
     def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
-        """Take what came back to rank 0; a check that disagreed sounds the alarm, on every rank."""
-        # One at a time: another check may still be pending while an alarm is followed up.
+        """Deliver the results on rank 0 to the sinks; for a check that disagreed, call `alarm` on every rank."""
+        # Deliver one result at a time: another check may still be pending during the diagnosis of an alarm.
         while (result := self._ranks.of_first(lambda: next(results, None), "`hear of a check`")) is not None:
             said = None
             if isinstance(result, Check) and result.verdict == "disagreed":

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling for FP16, as `torch.amp.GradScaler` does it, as a pure function of what happened.
+"""Dynamic loss scaling for FP16, as in `torch.amp.GradScaler`, as a pure function of the steps so far.
 
-FP16 has no number between 0 and 2⁻²⁴: small gradients vanish. The loss, and with it every gradient, is multiplied by a
-power of two before the backward pass and divided by it before clipping (Micikevicius et al. 2018, arXiv 1710.03740). A
-step whose gradients are not finite is left out, and the scale halves; after so many finite steps it doubles.
+FP16 has no number between 0 and 2⁻²⁴, so small gradients would become 0. The loss, and with it every gradient, is
+multiplied by a power of two before the backward pass, and gradients are divided by it before clipping (Micikevicius et
+al. 2018, arXiv 1710.03740). A step whose gradients are not finite is skipped, and the scale halves. After
+`precision.loss_scale_interval` finite steps in a row the scale doubles.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ SCALE, FINITE, SKIPPED = "loss_scale", "finite_steps", "skipped_steps"
 
 
 def first_scale(precision: PrecisionConfig) -> dict[str, float]:
-    """Return the scalars of a run's state before its first step: none but under fp16."""
+    """Return the scalars of a run's state before its first step; {} unless the policy is fp16."""
     return {SCALE: precision.loss_scale, FINITE: 0.0, SKIPPED: 0.0} if precision.chosen.scaled else {}
 
 
 def scale_after(scalars: Mapping[str, float], finite: bool, interval: int) -> dict[str, float]:
-    """Return the scalars after a step. finite: of its gradients. interval: finite steps until the scale doubles."""
+    """Return the scalars after a step.
+
+    finite: the step's gradients are finite. interval: finite steps in a row after which the scale doubles.
+    """
     if not scalars:
         return {}
     if not finite:

@@ -1,4 +1,4 @@
-"""Metrics of a step: norms by parameter group and of the outer blocks, from norms by parameter; names of others."""
+"""Metrics of a step: norms by group and of the first and last block, and the names of other metrics."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterable, Mapping
 from lockstep.core.model.graph import GROUPS
 from lockstep.core.model.names import layer_of
 
-# Programs that torch.compile compiled again in this step, after a session's first; the metric is absent without any.
+# Number of unexpected compilations by torch.compile in this step; the metric is absent if it is 0.
 RECOMPILED = "compile/recompiled"
-# Tokens a sequence in this step, if the run has several lengths.
+# Tokens per sequence in this step, if the run has several lengths.
 SEQUENCE_LENGTH = "train/sequence_length"
-# In a record's `host`: what the time since the last record went into (core/train/time_accounting.py),
-# `seconds/compute`, …, and bytes of memory: `memory/allocated`, `memory/reserved`, `memory/peak` of the device,
+# Prefixes in a record's `host`: seconds since the last record by part (core/train/time_accounting.py),
+# `seconds/compute`, …; and bytes of memory: `memory/allocated`, `memory/reserved` and `memory/peak` of the device,
 # `memory/resident` of the process.
 SECONDS = "seconds/"
 MEMORY = "memory/"
-# Largest attention logit of the slice, over all layers and by block: `attention_logit/max`, `attention_logit/blocks.0`.
+# Largest attention logit in the slice, over all layers and by block: `attention_logit/max`, `attention_logit/blocks.0`.
 ATTENTION_LOGIT = "attention_logit/"
 # √Σ‖Δw‖² / √Σ‖w‖² of a group.
 UPDATE_RATIO = "update_ratio/"
-# Deviations between a loss spike and the expected loss (core/train/spikes.py), at steps with a spike.
+# (Loss − expected loss) / sigma, at steps with a spike (core/train/spikes.py).
 SPIKE = "spike/sigmas"
 
 
 def group_norms(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
     """Return the L2 norm of each parameter group, and of the first and the last block (`blocks.0`, `blocks.11`).
 
-    Each is the root of the sum of squares of its parameters' norms; a block's parameters are in a group as well.
-    groups: parameter → group (core/model/names.py, `groups_of`).
+    Each is the square root of the sum of its parameters' squared norms. A block's parameters also belong to a group.
+    norms: parameter → L2 norm. groups: parameter → group (core/model/names.py, `groups_of`).
     """
     squares: dict[str, float] = {}
     blocks = outer_blocks(norms)
@@ -40,13 +40,13 @@ def group_norms(norms: Mapping[str, float], groups: Mapping[str, str]) -> dict[s
 
 
 def outer_blocks(names: Iterable[str]) -> list[str]:
-    """Return `blocks.0` and the last block of parameters with these names; one of a model with one."""
+    """Return the first and the last block of parameters with these names; one name if there is one block."""
     layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
     return [f"blocks.{layer}" for layer in dict.fromkeys((*layers[:1], *layers[-1:]))]
 
 
 def has_norms(metrics: Mapping[str, float]) -> bool:
-    """Return whether a step's metrics hold norms by group."""
+    """Return whether a step's metrics contain norms by group."""
     return any(name.startswith("grad_norm/") for name in metrics)
 
 
@@ -58,8 +58,8 @@ def norms_by_group(
 ) -> dict[str, float]:
     """Return the metrics of each group: pre-clip gradient norm, parameter norm, and update-to-weight ratio.
 
-    Takes L2 norms by canonical parameter name: of the accumulated gradients before clipping, of the weights before
-    the update, and of the update; and the group of each parameter. A group whose weights are all 0 (fresh biases) has
+    groups: parameter → group. gradient, parameter, update: parameter → L2 norm of the accumulated gradient before
+    clipping, of the weight before the update, and of the update. A group whose weights are all 0 (initial biases) has
     no ratio.
     """
     gradients, parameters, updates = (group_norms(norms, groups) for norms in (gradient, parameter, update))
@@ -69,6 +69,6 @@ def norms_by_group(
 
 
 def attention_logits(by_layer: Iterable[float]) -> dict[str, float]:
-    """Return the step record's metrics of the largest attention logit of each layer."""
+    """Return the record's metrics from the largest attention logit of each layer."""
     found = {f"{ATTENTION_LOGIT}blocks.{layer}": float(value) for layer, value in enumerate(by_layer)}
     return {f"{ATTENTION_LOGIT}max": max(found.values()), **found} if found else {}

@@ -10,10 +10,10 @@ _STATUS = Path("/proc/self/status")
 
 
 def process_memory() -> dict[str, float]:
-    """Return bytes: `resident`, what of this process is in RAM now, and `peak`, the most since it began.
+    """Return bytes: `resident`, this process's memory in RAM now, and `peak`, its maximum since the process began.
 
-    Linux's getrusage counts on from the process that started this one, which may have been larger; /proc does not.
-    Where there is no /proc, the peak alone.
+    Values are from /proc: on Linux, getrusage's maximum includes the parent process, which may have been larger. On
+    systems without /proc, only the peak is returned.
     """
     lines = _STATUS.read_text().splitlines() if _STATUS.exists() else []
     sizes = {

@@ -12,7 +12,7 @@ from lockstep.core.config.schema import OptimConfig, TrainConfig
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 1 to `total_steps`), before a group's factor.
 
-    With W warm-up steps, T total steps, D steps of decay, r = `min_lr_ratio`, s the step::
+    Let W be the warm-up steps, T the total steps, D the steps of decay, r = `min_lr_ratio`, and s the step::
 
         s ≤ W:  peak · s / W
         s > W:  peak · (r + (1 − r) · f(x))
@@ -21,9 +21,9 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
         linear  x = (s − W) / (T − W)              f = 1 − x
         wsd     x = max(s − (T − D), 0) / D        f = 1 − x or 1 − √x
 
-    wsd is warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the shapes of the decay of Hägele et al. 2024,
-    section 3: linear and 1 − √. Every one is continuous at W and at T − D, is above 0 at step 1, and is peak · r at
-    step T and beyond. Raises ValueError for a step below 1.
+    wsd is warm-up, stable, decay (Hu et al. 2024, MiniCPM). The shapes of its decay, linear and 1 − √, are those of
+    Hägele et al. 2024, section 3. Every schedule is continuous at W and at T − D, is above 0 at step 1, and is peak · r
+    from step T on. Raises ValueError for a step below 1.
     """
     if step < 1:
         raise ValueError(f"steps count from 1, not {step}")
@@ -38,9 +38,9 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def decay_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the steps over which the rate falls, the last of the run: all after the warm-up, or wsd's share.
+    """Return the number of steps, at the end of the run, in which the rate decreases.
 
-    wsd: `decay_share` · T to the nearest step, one at least.
+    For wsd it is `decay_share` · T, rounded, and at least one; for other schedules, all steps after the warm-up.
     """
     if optim.schedule == "wsd":
         return max(round(optim.decay_share * total_steps), 1)
@@ -48,7 +48,7 @@ def decay_steps(optim: OptimConfig, total_steps: int) -> int:
 
 
 def _left(optim: OptimConfig, done: float) -> float:
-    """Return the share of the way from the lowest to the peak rate that is left after a share `done` of the decay."""
+    """Return f(x) of `learning_rate`: (rate − lowest rate) / (peak − lowest rate). done: x, the share of the decay."""
     if optim.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if optim.schedule == "wsd" and optim.decay_shape == "sqrt":
@@ -57,7 +57,7 @@ def _left(optim: OptimConfig, done: float) -> float:
 
 
 def sequence_length(train: TrainConfig, step: int) -> int:
-    """Return the tokens a sequence of step `step` (from 1), by `train.curriculum`; the last step's beyond it."""
+    """Return the tokens per sequence at step `step`, from 1, by `train.curriculum`; after the end, the last length."""
     found = pieces(train.curriculum)
     if not found:
         return train.sequence_length
@@ -65,5 +65,5 @@ def sequence_length(train: TrainConfig, step: int) -> int:
 
 
 def batch_size(train: TrainConfig, step: int) -> int:
-    """Return the sequences of step `step`, over all ranks; every step has as many tokens."""
+    """Return the number of sequences at step `step`, over all ranks; every step has the same number of tokens."""
     return train.batch_size * train.sequence_length // sequence_length(train, step)

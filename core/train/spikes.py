@@ -1,20 +1,20 @@
-"""Loss spikes: a step whose loss stands far above what the last ones let one expect has its batch kept.
+"""Loss spikes: if a step's loss is far above the loss expected from the last steps, its batch is stored.
 
     slope_n = max(0, median over pairs i < j of the window of (l_j − l_i) / (s_j − s_i))      (Theil 1950, Sen 1968)
     level   = median of l_i − trend·(s_i − s̄),    trend the same median, not cut at 0
     sigma   = max(1.4826 · median |l_i − trend·(s_i − s̄) − level|, FLOOR · |level|)
     spike   ⇔ l_n > level + slope_n·(s_n − s̄) + log.spike_sigma · sigma
 
-over the last WINDOW finite losses l at steps s of mean s̄. Medians do not see the spikes that the window holds; 1.4826
-makes the median deviation of a normal distribution its standard deviation. A falling trend is taken out of sigma and
-not extended beyond the window: a loss falls ever more slowly and would stand above its tangent. Until the window is
-full nothing is a spike.
+The window is the last WINDOW finite losses l, at steps s with the mean s̄. Medians are robust against spikes in the
+window. For a normal distribution, 1.4826 · the median deviation is the standard deviation. Sigma is measured without
+the trend. A decreasing trend is not extrapolated beyond the window: a loss decreases ever more slowly, and would be
+above its tangent. There are no spikes until the window is full.
 
     spikes/step_000123/
-      batch.npz    tokens, targets int32 (B, S); weights float32 (B, S); documents int32 (B, S) where attention needs
-                   them; document_ids int64 (B, S): which document of the training split each input is of; of a mixture
+      batch.npz    tokens, targets int32 (B, S); weights float32 (B, S); documents int32 (B, S) if attention needs them;
+                   document_ids int64 (B, S): the document of the training split of each input; for a mixture
                    source_ids int64 (B,): the number of each sequence's data set in data.mixture, from 0
-      about.json   step, loss, what was expected, the record, the batch's digest, the checkpoint before, how to replay
+      about.json   step, loss, expected loss, record, digest of the batch, checkpoint before it, command to replay it
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from lockstep.core.train.metrics import SPIKE
 ORIGIN = ("document_ids", "source_ids")
 BATCH, ABOUT, SCHEMA = "batch.npz", "about.json", 1
 WINDOW = 64
-# A deviation below a thousandth of the loss, six times, is not a spike however quiet the losses were.
+# Lower limit of sigma / loss, so that small deviations after very steady losses are not spikes.
 FLOOR = 1e-3
-# A batch of a million tokens takes 20 MB: a run that diverges must not fill the disk.
+# Maximum number of stored batches. A batch of a million tokens takes 20 MB, and a diverging run must not fill the disk.
 MOST = 32
 
 
 def expected(steps: Sequence[int], losses: Sequence[float], step: int) -> tuple[float, float]:
-    """Return (loss expected at `step`, sigma) from the losses before it, as the module describes."""
+    """Return (expected loss at `step`, sigma) from the losses before it, by the formulas above."""
     s, loss = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
     i, j = _pairs(len(s))
     trend = float(np.median((loss[j] - loss[i]) / (s[j] - s[i])))
@@ -73,7 +73,7 @@ def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class SpikeDetector:
-    """A detector that takes one loss after another. sigma: as many deviations make a spike; 0 = none is one."""
+    """A detector that receives one loss after another. sigma: number of deviations of a spike; 0 disables it."""
 
     def __init__(self, sigma: float, before: Iterable[tuple[int, float]] = ()) -> None:
         self._sigma = sigma
@@ -82,7 +82,7 @@ class SpikeDetector:
             self._take(step, loss)
 
     def look(self, step: int, loss: float) -> tuple[float, float] | None:
-        """Return (expected loss, sigma) if this loss is a spike, else None; add it to the window."""
+        """Return (expected loss, sigma) if this loss is a spike, else None; add the loss to the window."""
         found = None
         if self._sigma and len(self._window) == WINDOW and math.isfinite(loss):
             steps, losses = zip(*self._window, strict=True)
@@ -98,17 +98,17 @@ class SpikeDetector:
 
 
 class Spikes:
-    """The spikes of a run so far, with batches that were left out because they are not finite."""
+    """The stored batches of a run: those of spikes, and those of skipped steps."""
 
     def __init__(self, run: RunDir, data: RunData, first: int) -> None:
-        """Read the losses before `first`, the step that comes next, from the run's records."""
+        """Read the losses before step `first`, the next step, from the run's records."""
         self._run, self._data = run, data
         before = [(line["step"], line["loss"]) for line in run.records() if line["step"] < first]
         self._detector = SpikeDetector(run.config.log.spike_sigma, before[-WINDOW:])
         self._notes: list[str] = []
 
     def look(self, record: StepRecord, batch: Batch) -> dict[str, float]:
-        """Return the record's metrics of a spike: how many sigmas it exceeds the expected loss. Its batch is kept."""
+        """Return the metric of a spike, or {}; store the batch of a spike or of a skipped step."""
         found = self._detector.look(record.step, record.loss)
         if record.left_out is not None and self._run.config.log.spike_sigma:
             self._keep(record, batch, {"why": f"left out: {record.left_out}"}, "")
@@ -122,7 +122,7 @@ class Spikes:
         return {SPIKE: sigmas}
 
     def tell(self, sinks: Sequence[Sink]) -> None:
-        """Report to the sinks what was found since the last call."""
+        """Report to the sinks the findings since the last call."""
         notes, self._notes = self._notes, []
         for text in notes:
             for sink in sinks:
@@ -152,7 +152,7 @@ class Spikes:
         self._notes.append(f"step {record.step}: {said}{told}")
 
     def _origin(self, step: int, batch: Batch) -> dict[str, np.ndarray]:
-        """Return where each token comes from; nothing where the batch is not found at its place in the data."""
+        """Return the documents of the batch's tokens; {} if the data has other tokens at the step's position."""
         rows, length = batch.tokens.shape
         try:
             starts = self._data.sampler.window_starts((step - 1) * rows * length, rows, length)
@@ -164,7 +164,7 @@ class Spikes:
 
 
 def _write(folder: Path, batch: Batch, origin: dict[str, np.ndarray], about: dict[str, Any]) -> None:
-    """Write aside, then rename: a full disk leaves no half of one. Raises OSError if the disk refuses."""
+    """Write a temporary folder, then rename it, so that a full disk leaves no partial one. Raises OSError."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     arrays = dict(batch.arrays) | origin
     raw = io.BytesIO()
@@ -180,12 +180,12 @@ def _write(folder: Path, batch: Batch, origin: dict[str, np.ndarray], about: dic
 
 
 def is_spike(path: Path) -> bool:
-    """Return whether a folder is one of a run's spikes."""
+    """Return whether a folder is a stored spike of a run."""
     return path.parent.name == SPIKES and (path / ABOUT).is_file()
 
 
 def read_spike(path: Path) -> tuple[dict[str, Any], Batch]:
-    """Read a spike's about.json and batch. Raises UserError that names the file that is missing or damaged."""
+    """Read a spike's about.json and batch. Raises UserError that names a missing or damaged file."""
     try:
         about = json.loads(read_whole(path / ABOUT))
         known = about["schema"] == SCHEMA and isinstance(about["step"], int) and isinstance(about["record"], dict)

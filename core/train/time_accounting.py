@@ -1,7 +1,7 @@
-"""Account for the time of a run: every moment between two records is charged to exactly one part.
+"""Account for the time of a run: all time between two records is assigned to exactly one part.
 
-The parts of a record add up to the time since the record before it, so that what follows a record (checkpoints,
-messages) is charged to the next one. Nothing is waited for: a device's own times come from the session (`Timed`).
+The parts of a record add up to the time since the record before it. Time after a record (checkpoints, messages) belongs
+to the next record. The accounting does not synchronise the device: its times come from the session (`Timed`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 from lockstep.core.train.metrics import SECONDS
 
-# In the order in which they are shown. data: waiting for the loader. compute: forward and backward pass.
-# communication: waiting for the sum over ranks. optimizer: norm, clipping, update. checks: evidence and alarms.
-# validation: held-out loss, FP32 loss, attention logits, samples. logging: norms by group, sinks. checkpoint: training
-# stands still for one. other: all the rest.
+# The parts, in the order of tables. data: wait for the loader. compute: forward and backward pass. communication: wait
+# for the sum over ranks. optimizer: norm, clipping, update. checks: evidence and alarms. validation: validation loss,
+# FP32 loss, attention logits, samples. logging: norms by group, sinks. checkpoint: the part of writing one that blocks
+# training. other: the remaining time.
 PARTS = ("data", "compute", "communication", "optimizer", "checks", "validation", "logging", "checkpoint", "other")
 
 
 class TimeAccounting:
-    """A stopwatch for one thread. Parts may be nested: the inner one's time is not the outer one's."""
+    """A stopwatch for one thread. Parts may be nested; the time of an inner part does not count for the outer one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -40,9 +40,10 @@ class TimeAccounting:
             self._open.pop()
 
     def split_step(self, told: Mapping[str, float], rest: str) -> None:
-        """Split what was charged to `compute` as the session reports its step (`Timed`), and the rest of it to `rest`.
+        """Divide the time of `compute` among the parts that the session reports (`Timed`), and the remainder to `rest`.
 
-        It gives away no more than it has, so that nothing is counted twice. If a session reports nothing, it keeps all.
+        told: part → seconds; if it is empty, nothing changes. No more time is moved than `compute` has, so that no time
+        is counted twice.
         """
         if not told:
             return
@@ -52,7 +53,7 @@ class TimeAccounting:
         self._move(rest, self._spent["compute"] - told.get("compute", 0.0))
 
     def lap(self) -> dict[str, float]:
-        """Return seconds of each part since the last call: what is not 0, under the names of a record's `host`."""
+        """Return the seconds of each part since the last call, without zeros, under the names of a record's `host`."""
         self._charge()
         spent, self._spent = self._spent, dict.fromkeys(PARTS, 0.0)
         return {SECONDS + part: seconds for part, seconds in spent.items() if seconds > 0}

@@ -1,7 +1,8 @@
-"""Check that operations which only read a session leave its state alone: validation, samples, checkpoints, and checks.
+"""Check that operations which only read a session do not change its state: validation, samples, checkpoints, checks.
 
-A session that validates on averaged weights and keeps them, or casts its weights to write them, trains on from another
-state than its steps have made. No check sees that: each begins from the state that it finds.
+For example, a session may validate with averaged weights and keep them, or cast its weights to write them. Then it
+continues from another state than its steps have produced. A check of a step cannot find this, because it begins with
+the current state.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ NAMED = 3
 
 
 class StateChanged(UserError):
-    """An error: an operation that only reads a session has changed its state."""
+    """An error: an operation that must only read a session has changed its state."""
 
 
 class UnchangedState:
     """A detector of changes in a session's state since the last call. Every rank of the session calls it.
 
-    Raises NotSupported where the session shows no checksums.
+    Raises NotSupported if the session has no checksums.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,11 +33,14 @@ class UnchangedState:
 
     @property
     def sums(self) -> Mapping[str, float]:
-        """Checksums of the state at the last call, of what this rank holds."""
+        """The checksums of this rank's part of the state at the last call."""
         return self._sums
 
     def changed(self) -> tuple[str, ...]:
-        """Name what differs from the state at the last call, of several ranks with the rank; the same on each."""
+        """Return the names of tensors that changed since the last call, the same list on every rank.
+
+        With several ranks, each name has the rank.
+        """
         before, self._sums = self._sums, self._shown.state_checksums()
         found = self._ranks.gather(differing(before, self._sums), "`compare the state with what it was`")
         if self._ranks.count == 1:
@@ -45,16 +49,16 @@ class UnchangedState:
 
 
 def differing(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[str, ...]:
-    """Name the checksums that differ, and those that only one side has."""
+    """Return the names of checksums that differ, or that only one side has."""
     names = dict.fromkeys((*before, *after))
     return tuple(name for name in names if before.get(name) != after.get(name))
 
 
 @contextmanager
 def unchanged(session: Session, what: str) -> Iterator[None]:
-    """Check that the block leaves the session's state as it is, where the session shows checksums.
+    """Check that the context does not change the session's state, if the session has checksums.
 
-    what: that, in words. Raises StateChanged on every rank.
+    what: the operation, for messages. Raises StateChanged on every rank.
     """
     try:
         state = UnchangedState(session)

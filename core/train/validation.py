@@ -1,4 +1,4 @@
-"""Validation: score held-out micro-batches at a session's weights, and reduce the scores to metrics of a record."""
+"""Validation: score validation micro-batches with a session's weights, and reduce the scores to metrics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from lockstep.core.backend import Arrays, Batch, Session
 
 LOSS, TOP1 = "val/loss", "val/top1"
-# Prefix of the name of a mixture's data set.
+# Prefix of the loss of a mixture's data set.
 LOSS_OF = "val/loss/"
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data sets of a mixture that held-out sequences are of.
+    """The data sets of the validation sequences of a mixture.
 
-    names: (k,), sorted. of: int64 (micro-batches, rows), the place in `names` of each sequence's data set.
+    names: (k,), sorted. of: int64 (micro-batches, rows), the index in `names` of each sequence's data set.
     """
 
     names: tuple[str, ...]
@@ -31,7 +31,8 @@ class Sources:
 class Validation:
     """The validation that is due after a step.
 
-    batches: held-out micro-batches. timed: entered while it lasts. sources: of a mixture, those of the sequences.
+    batches: validation micro-batches. timed: returns a context that measures its time. sources: for a mixture, the data
+    sets of the sequences.
     """
 
     batches: Sequence[Batch]
@@ -45,9 +46,9 @@ class Validation:
 
 
 def means(scores: Sequence[Arrays], sources: Sources | None = None) -> dict[str, float]:
-    """Return the mean NLL in nats and the share of tokens guessed right, over micro-batches of one size.
+    """Return the mean NLL in nats and the top-1 accuracy, over micro-batches of one size.
 
-    sources: of a mixture; then also the mean NLL of each data set, as val/loss/NAME.
+    sources: for a mixture; the result then also has the mean NLL of each data set, as val/loss/NAME.
     """
     return {
         **(dict(_of_each(scores, sources)) if sources else {}),

@@ -1,4 +1,4 @@
-"""Model families by name (`model.family`). A new family is a file here and an entry in FAMILIES."""
+"""Model families by name (`model.family`). A new family needs a file here and an entry in FAMILIES."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FAMILIES: dict[str, Family] = {
 def graph_of(model: ModelConfig, attention: AttentionConfig | None = None, loss: LossConfig | None = None) -> Graph:
     """Build the graph of a model.
 
-    attention: of the run, for the inputs that its operations read from the batch; without it, none. loss: of the run,
-    for a library's head, which is one operation from the final norm's output to the NLL; without it, Lockstep's own
-    head. Raises KeyError for an unknown family.
+    attention: the run's section, which decides whether operations read documents from the batch; None: they do not.
+    loss: the run's section; a library's head is one operation from the final norm's output to the NLL; None: Lockstep's
+    own head. Raises KeyError for an unknown family.
     """
     return Graph.of(FAMILIES[model.family](model, attention or AttentionConfig(), loss or LossConfig()))
 
 
 def traits_of(model: ModelConfig) -> Traits:
-    """Return the traits of a model's family; those of Llama for a family that lists its operations by itself.
+    """Return the traits of a model's family; Llama's for a family that lists its operations without traits.
 
     Raises KeyError for an unknown family.
     """
@@ -45,9 +45,10 @@ def traits_of(model: ModelConfig) -> Traits:
 
 
 def as_read(model: ModelConfig) -> ModelConfig:
-    """Set every field that changes nothing to its default: two models that are one function are then equal.
+    """Set every field without effect to its default, so that models that compute the same function are equal.
 
-    These are fields that its family does not read, RoPE's stretch without a factor, and the usual widths and scales.
+    Fields without effect: those that the family does not read, RoPE's settings without a factor, and a head width or an
+    attention scale that equals the default formula.
     """
     default = ModelConfig()
     unread = set(traits_of(model).unread)
@@ -55,7 +56,7 @@ def as_read(model: ModelConfig) -> ModelConfig:
         unread |= {"rope_low", "rope_high", "rope_original"}
     if model.head_width * model.heads == model.hidden:
         unread.add("head_width")
-    # 1/√E is rounded in one way or another.
+    # Implementations round 1/√E differently.
     if math.isclose(model.attention_scale, model.head_dim**-0.5, rel_tol=1e-15):
         unread.add("attention_scale")
     return model.model_copy(update={name: getattr(default, name) for name in unread})

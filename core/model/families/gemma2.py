@@ -1,6 +1,6 @@
-"""Gemma 2 (Riviere et al. 2024, section 2): norms before and after, GeGLU, a window in every second block.
+"""Gemma 2 (Riviere et al. 2024, section 2): norms before and after attention and MLP, GeGLU, alternating windows.
 
-Caps of scores and logits are `model.attention_cap` and `model.logits_cap`.
+The settings of the caps are `model.attention_cap` and `model.logits_cap`.
 """
 
 from __future__ import annotations

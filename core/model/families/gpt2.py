@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU by tanh, biases everywhere, its own first weights."""
+"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU by tanh, all biases, its own initial weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Llama 2 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Grattafiori et al. 2024, section 3.2).
 
-Llama 3.1 and later stretch the rotation's low frequencies: `model.rope_factor` and its three companions.
+Llama 3.1 and later divide RoPE's low frequencies: `model.rope_factor`, `rope_low`, `rope_high` and `rope_original`.
 """
 
 from __future__ import annotations

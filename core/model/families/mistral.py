@@ -1,4 +1,4 @@
-"""Mistral 7B: Llama's operations, and `model.window`, so many tokens that a query sees (Jiang et al. 2023, table 1)."""
+"""Mistral 7B: Llama's operations, with a sliding window of `model.window` tokens (Jiang et al. 2023, table 1)."""
 
 from __future__ import annotations
 

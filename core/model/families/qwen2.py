@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama's operations with biases of queries, keys and values (Yang et al. 2024, section 2.2)."""
+"""Qwen 2 and 2.5: Llama's operations, with biases of queries, keys and values (Yang et al. 2024, section 2.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3, dense: Llama's operations, and an RMSNorm of each query and key head (Yang et al. 2025, section 2)."""
+"""Qwen 3, dense: Llama's operations, with an RMSNorm of each query and key head (Yang et al. 2025, section 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of a decoder-only transformer, as the traits of its family say."""
+"""The operations of a decoder-only transformer, derived from the traits of its family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.core.config.sections import AttentionConfig, LossConfig, ModelConf
 from lockstep.core.model.families.traits import Traits
 from lockstep.core.model.graph import Constant, Normal, Operation, Parameter, Shape
 
-# Standard deviation of the embedding, and of GPT-2's matrices (Radford et al. 2019).
+# Initial standard deviation of the embedding, and of GPT-2's matrices (Radford et al. 2019).
 NARROW = 0.02
 # The stage id of attention in a block with a window.
 WINDOWED = "window_attn"
@@ -19,12 +19,12 @@ UNCAPPED = "uncapped_logits"
 
 @dataclass(frozen=True)
 class Transformer:
-    """A family of models by its traits; called with a run's sections, it lists the operations."""
+    """A family of models, defined by its traits. A call with a run's sections lists the operations."""
 
     traits: Traits
 
     def __call__(self, model: ModelConfig, attention: AttentionConfig, loss: LossConfig) -> list[Operation]:
-        """Return every operation in the order of the chain; names without `blocks.` stand outside the blocks."""
+        """Return every operation, in the order of the chain; taps of blocks have names that begin with `blocks.`."""
         found = self._embedded(model, attention)
         stream = found[-1].tap
         for layer in range(model.layers):
@@ -34,7 +34,7 @@ class Transformer:
         return [*found, *_head(model, loss)]
 
     def _embedded(self, model: ModelConfig, attention: AttentionConfig) -> list[Operation]:
-        """List the operations before the first block: the look-up of tokens, what is added to it, and its scale."""
+        """List the operations before the first block: the look-up of tokens, its scale, and learned positions."""
         parameters, width = {"weight": _table(model)}, (model.hidden,)
         found = [Operation("embed", "embedding", "embed", None, "embedding", {}, parameters, width, batch=("tokens",))]
         if self.traits.scaled_embedding:
@@ -50,7 +50,7 @@ class Transformer:
 
 
 def norm(traits: Traits, model: ModelConfig, place: str, layer: int | None, tap: str, x: str) -> Operation:
-    """Return a norm of the residual stream, or after attention or MLP. place: the first word of its id."""
+    """Return a norm of the residual stream, or one after attention or MLP. place: the first word of its id."""
     shape, kind = (model.hidden,), traits.norm
     parameters = {"weight": Parameter(f"{tap}.weight", shape, "gains", Constant(float(kind != "centered_norm")))}
     if kind == "layer_norm":
@@ -76,7 +76,7 @@ class _Block:
         return f"blocks.{self.layer}"
 
     def operations(self, stream: str) -> list[Operation]:
-        """Return the operations from the residual stream's tap before it to `mlp_residual`."""
+        """Return the operations of the block, up to `mlp_residual`. stream: the residual stream's tap before it."""
         between = f"{self.at}.attn_residual"
         found = [norm(self.traits, self.model, "attn", self.layer, f"{self.at}.attn_norm", stream)]
         found += self._attention()
@@ -94,7 +94,7 @@ class _Block:
         return Operation(id, "linear", f"{self.at}.{tap}", self.layer, part, reads, parameters, (out,), flops=flops)
 
     def _std(self, id: str, into: int) -> float:
-        # Projections that write the residual stream start smaller, by their number (Radford et al. 2019, section 2.3).
+        # Projections into the residual stream start smaller, by the root of their number (Radford et al. 2019, 2.3).
         writes_stream = id in ("o_proj", "down_proj")
         of_all = NARROW if self.traits.narrow_start else (self.model.hidden if writes_stream else into) ** -0.5
         return of_all / math.sqrt(2 * self.model.layers) if writes_stream else of_all
@@ -122,7 +122,7 @@ class _Block:
         seen = ("documents",) if self.attention.document_mask else ()
         id = WINDOWED if has_window(traits, model, self.layer) else "attn"
         attend = self._plain(id, "attention", "attention", "attn.out", (wide,), reads, seen)
-        # Scores and values, each 2 · wide FLOPs a key, over the S/2 keys that a token sees on average.
+        # Scores and values: each has 2 · wide FLOPs per key, and a token sees S/2 keys on average.
         found.append(replace(attend, flops=(0.0, 2.0 * wide)))
         biased = traits.biased(model, "o_bias")
         found.append(self._project("o_proj", "attention", "attn.o_proj", "attn.out", wide, hidden, biased))
@@ -132,7 +132,7 @@ class _Block:
         return (self.model.heads if role == "q" else self.model.kv_heads, self.model.head_dim)
 
     def _head_norm(self, role: str, reads: dict[str, str]) -> Operation:
-        """Add the norm of queries or keys; their readers read its output from now on."""
+        """Return the norm of queries or keys, and make later operations read its output."""
         tap, x = f"attn.{role}_norm", {"x": reads[role]}
         reads[role] = tap
         gain = Parameter(f"{self.at}.{tap}.weight", (self.model.head_dim,), "gains", Constant(1.0))
@@ -140,7 +140,7 @@ class _Block:
         return replace(found, parameters={"weight": gain})
 
     def _rope(self, role: str, reads: dict[str, str]) -> Operation:
-        """Add the rotation of queries or keys; their readers read its output from now on."""
+        """Return the rotation of queries or keys, and make later operations read its output."""
         tap, x = f"attn.{role}_rope", {"x": reads[role]}
         reads[role] = tap
         places = ("documents",) if self.attention.reset_positions else ()
@@ -158,7 +158,7 @@ class _Block:
         return found
 
     def _added(self, part: str, stream: str, made: str) -> list[Operation]:
-        """Return the sum into the residual stream, behind its own norm where the family has one."""
+        """Return the sum into the residual stream, after a post-norm if the family has one."""
         found = []
         if self.traits.post_norms:
             tap = f"{self.at}.{part}_post_norm"
@@ -170,7 +170,7 @@ class _Block:
 
 
 def has_window(traits: Traits, model: ModelConfig, layer: int) -> bool:
-    """Return whether a block's queries see `model.window` keys at most."""
+    """Return whether a block's queries see at most `model.window` keys."""
     return model.window > 0 and layer % traits.window_every == 0
 
 
