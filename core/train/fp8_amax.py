@@ -1,10 +1,10 @@
-"""Delayed scaling of FP8: a step's scales come from the largest magnitudes (*amax*) that the steps before it saw.
+"""Delayed scaling of FP8: a step's scales come from the largest magnitudes (*amaxes*) of earlier steps.
 
 A linear layer casts its input, its weight and the gradient of its output, each with one scale: FP8's largest number
-over an amax. Under delayed scaling (Micikevicius et al. 2022, arXiv 2209.05433; Transformer Engine's `DelayedScaling`
-with `amax_compute_algo = "max"`) that is the largest of the last `precision.fp8_history` steps: a cast does not wait
-for its own tensor's amax, and numbers beyond it saturate. A step's own amax is the largest over its micro-batches and
-ranks. The history is part of the state (`State.scalars`).
+divided by an amax. Under delayed scaling, that amax is the largest of the last `precision.fp8_history` steps
+(Micikevicius et al. 2022, arXiv 2209.05433; Transformer Engine's `DelayedScaling` with `amax_compute_algo = "max"`).
+So a cast need not compute its own tensor's amax first, and larger numbers saturate. A step's amax is the largest over
+its micro-batches and ranks. The history is part of the state (`State.scalars`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from lockstep.core.model.names import fp8_modules
 # The three casts of a layer, in the order of its amaxes.
 CASTS = ("input", "weight", "gradient")
 PREFIX = "amax/"
-# Before the first step no amax is known, and FP8's range of 2²⁵ (e4m3) and more has room for a guess. Transformer
-# Engine starts with the scale 1, which flushes small gradients to zero.
+# Amaxes for the first step, which has no history. FP8's range has room for an estimate: largest / smallest number is
+# 448 / 2⁻⁹ ≈ 2¹⁸ for e4m3 and 57,344 / 2⁻¹⁶ ≈ 2³² for e5m2. Transformer Engine starts with the scale 1, which rounds
+# small gradients to zero.
 FIRST_INPUT, FIRST_WEIGHT = 16.0, 1.0
 
 Amaxes = Mapping[str, tuple[float, ...]]
@@ -34,7 +35,7 @@ def layers(config: RunConfig) -> list[str]:
 
 
 def key(layer: str, cast: str, age: int) -> str:
-    """Return the name of the scalar with the amax that was seen `age` steps before the last step."""
+    """Return the name of the scalar with the amax of the step `age` steps before the last step."""
     return f"{PREFIX}{layer}/{cast}/{age}"
 
 
@@ -45,14 +46,14 @@ def largest(x: np.ndarray) -> np.floating:
 
 
 def first_amaxes(config: RunConfig) -> dict[str, float]:
-    """Return the scalars of a run's state before its first step: zeros, which are no amaxes yet."""
+    """Return the scalars of a run's state before its first step: zeros, which mean that there is no amax yet."""
     ages = range(config.precision.fp8_history)
     return {key(layer, cast, age): 0.0 for layer in layers(config) for cast in CASTS for age in ages}
 
 
 def amaxes_in_force(config: RunConfig, scalars: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """Return, by layer, float32 (3,): the amaxes from which the next step's scales are made, in the order of CASTS."""
-    # A gradient of the mean over a step's tokens.
+    """Return the amaxes for the next step's scales: layer → float32 (3,), in the order of CASTS."""
+    # The loss is a mean over a step's tokens, so its gradients are of this size.
     first_gradient = 1.0 / (config.train.batch_size * config.train.sequence_length)
     first = dict(zip(CASTS, (FIRST_INPUT, FIRST_WEIGHT, first_gradient), strict=True))
     ages = range(config.precision.fp8_history)
@@ -64,7 +65,7 @@ def amaxes_in_force(config: RunConfig, scalars: Mapping[str, float]) -> dict[str
 
 
 def amaxes_after(config: RunConfig, scalars: Mapping[str, float], seen: Amaxes) -> dict[str, float]:
-    """Return the history after a step that saw these amaxes: each one a step older, and the oldest dropped."""
+    """Return the history after a step with the amaxes `seen`: all entries get one step older, the oldest is dropped."""
     found = {}
     for layer, of_layer in seen.items():
         for cast, newest in zip(CASTS, of_layer, strict=True):
@@ -75,9 +76,9 @@ def amaxes_after(config: RunConfig, scalars: Mapping[str, float], seen: Amaxes) 
 
 
 def for_a_share(config: RunConfig, scalars: Mapping[str, float], share: float) -> dict[str, float]:
-    """Return the scalars that cast a micro-batch alone as in a step where it has this share of the loss weight.
+    """Return scalars with which a single micro-batch is cast as in a step in which it has this share of the weight.
 
-    Alone, its gradients are 1 / share as large.
+    As a batch of its own, its gradients are larger by the factor 1 / share.
     """
     found = dict(scalars)
     for layer, amaxes in amaxes_in_force(config, scalars).items():
@@ -87,5 +88,5 @@ def for_a_share(config: RunConfig, scalars: Mapping[str, float], share: float) -
 
 
 def without_amaxes(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the scalars that are printed for each step: without the amax history, which has thousands."""
+    """Return the scalars for a step's record: those without the amax history, which has thousands of entries."""
     return {name: value for name, value in scalars.items() if not name.startswith(PREFIX)}
