@@ -1,9 +1,9 @@
 """Decoder-only transformers in JAX (Flax NNX). Twin: torch_backend/model.py, line by line.
 
-Arrays carry their axes: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dim, F feed-forward,
-V vocabulary. Everything is in the policy's stream dtype; casts stand in jax_backend/policy.py and in attention.
-Parameters have the canonical names of core/model/names.py. How the model is computed, and not what it is, is applied
-from outside: see jax_backend/kernels/__init__.py.
+Suffixes name the axes of a tensor: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dimension,
+F feed-forward, V vocabulary. Tensors have the policy's stream dtype. Parameters have the canonical names of
+core/model/names.py. FP8, loss heads and recomputation are applied from outside: jax_backend/kernels/__init__.py.
+Casts are in jax_backend/policy.py and in `Attention.attend`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ FusedLoss = Callable[[Array, Array, Array, Array, Array, Policy, Tap], tuple[Arr
 
 
 class Rope(NamedTuple):
-    """The rotation of each position, for every block.
+    """Position-dependent inputs, the same for every block.
 
-    cos, sin: (S, E/2), or (B, S, E/2) where positions count from 0 in each document; E is 0 where nothing turns. mask:
-    which keys each query sees, as attention takes it, or None: all that do not come after it. window: the same in
-    blocks with a window. places: positions, (S,) or (B, S), where they are learned. times: multiplies by a table.
+    cos, sin: (S, E/2), or (B, S, E/2) if positions restart in each document; E is 0 in a model without RoPE. mask: the
+    attention mask, or None for a causal mask. window: the mask of blocks with a sliding window. places: positions, (S,)
+    or (B, S), in a model with learned positions; else None.
+    times: the function that multiplies by a table.
     """
 
     cos: Array
@@ -51,7 +52,7 @@ class Rope(NamedTuple):
 
 
 def no_tap(name: str, value: Array) -> Array:
-    """Return the value: the tap of the program that trains."""
+    """Return the value unchanged: the tap of a training step."""
     return value
 
 
@@ -96,7 +97,7 @@ class LayerNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """RMSNorm of each head by itself, with one gain for all (Henry et al. 2020)."""
+    """RMSNorm of each head separately, with one gain (E,) for all heads (Henry et al. 2020)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -112,7 +113,10 @@ NORMS = {"norm": RMSNorm, "centered_norm": CenteredNorm, "layer_norm": LayerNorm
 
 
 class Linear(nnx.Module):
-    """x · Wᵀ + b with the policy's casts; W is (out, in). float8: makes the product in FP8, None: the policy does."""
+    """x · Wᵀ + b with the policy's casts; W is (out, in).
+
+    float8: the FP8 recipe of the product; None: the product has the policy's operand dtype.
+    """
 
     def __init__(self, into: int, out: int, bias: bool) -> None:
         super().__init__()
@@ -129,9 +133,9 @@ class Linear(nnx.Module):
 def rope_tables(
     length: int, head_dim: int, theta: float, angles: Any = jnp.float64, stretch: Stretch | None = None
 ) -> tuple[Array, Array]:
-    """Return cos and sin (S, E/2) of position · theta^(−2i/E) (Su et al. 2021), FP64. angles: of frequency and product.
+    """Return cos and sin (S, E/2), FP64, of position · theta^(−2i/E) (Su et al. 2021).
 
-    stretch: of the frequencies, in radians a token, or None.
+    angles: dtype of frequencies and angles. stretch: function of the frequencies, in radians per token, or None.
     """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float64) / head_dim
     frequency = theta**-exponent
@@ -143,10 +147,10 @@ def rope_tables(
 
 
 def stretch_of(config: ModelConfig) -> tuple[Stretch, ...]:
-    """Return how `rope_factor` divides low frequencies, as in Llama 3.1 (Grattafiori et al. 2024), if it does.
+    """Return the function that scales RoPE frequencies as in Llama 3.1 (Grattafiori et al. 2024); () if none is needed.
 
-    Wavelengths below rope_original / rope_high tokens stay, and those above rope_original / rope_low are multiplied
-    whole. Between them the share that is divided falls evenly.
+    A frequency with a wavelength below rope_original / rope_high tokens stays. One with a wavelength above
+    rope_original / rope_low is divided by `rope_factor`. Between them, the result is a linear interpolation.
     """
 
     def stretched(frequencies: Array) -> Array:
@@ -167,13 +171,13 @@ def positions(documents_BS: Array) -> Array:
 
 
 def rope_at(rope_tables: tuple[Array, Array], places: Array | None, policy: Policy) -> Rope:
-    """Return the tables in the stream dtype, or as the plan of casts sets; of these positions (B, S) if given."""
+    """Return the tables in the dtype of the policy; with `places` (B, S), the rows of these positions."""
     cos, sin = rope_tables if places is None else (table[places] for table in rope_tables)
     return Rope(*policy.tables(cos, sin), times=policy.times)
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions where the family has them."""
+    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions if the family has them."""
 
     def __init__(self, run: RunConfig, layer: int = 0) -> None:
         super().__init__()
@@ -219,7 +223,7 @@ class Attention(nnx.Module):
         return x_BSHE
 
     def __call__(self, x_BSD: Array, rope: Rope, policy: Policy, tap: Tap, name: str) -> Array:
-        """Attend within x (B, S, D), already normed → (B, S, D)."""
+        """Map the normalised x (B, S, D) → attention's output (B, S, D)."""
         q_BSD = tap(f"{name}.q", self.q_proj(tap(f"{name}.q.x", x_BSD), policy))
         k_BSD = tap(f"{name}.k", self.k_proj(tap(f"{name}.k.x", x_BSD), policy))
         v_BSD = tap(f"{name}.v", self.v_proj(tap(f"{name}.v.x", x_BSD), policy))
@@ -229,7 +233,7 @@ class Attention(nnx.Module):
         q_BSHE = self.placed(q_BSHE, self.q_norm, rope, policy, tap, f"{name}.q")
         k_BSKE = self.placed(k_BSKE, self.k_norm, rope, policy, tap, f"{name}.k")
         seen = rope.window if self.windowed else rope.mask
-        # A candidate's own `attend` (docs/guide/candidates.md) needs no mask where the run has none.
+        # A candidate's own `attend` (docs/guide/candidates.md) may lack the argument `mask` if the run has no mask.
         mask = () if seen is None else (seen,)
         out_BSHE = self.attend(q_BSHE, k_BSKE, v_BSKE, policy, *mask)
         out_BSD = tap(f"{name}.out", out_BSHE.reshape(q_BSD.shape))
@@ -293,7 +297,7 @@ MLPS: dict[str, Callable[[ModelConfig, bool], SwiGLU | MLP]] = {"gated": SwiGLU,
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); what is added has a norm of its own where the family has one."""
+    """x + attention(norm(x)), then x + MLP(norm(x)); some families also normalise what attention and MLP add."""
 
     def __init__(self, run: RunConfig, layer: int = 0) -> None:
         super().__init__()
@@ -307,7 +311,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm(config.hidden, config.norm_eps) if traits.post_norms else None
 
     def normed(self, norm: nnx.Module | None, x_BSD: Array, policy: Policy, tap: Tap, name: str) -> Array:
-        """Return the part that attention or MLP adds to the residual stream, (B, S, D), in the stream dtype."""
+        """Apply the family's post-norm, if any, to the output of attention or MLP: (B, S, D) in the stream dtype."""
         x_BSD = policy.read(x_BSD, "linear")
         return x_BSD if norm is None else policy.read(tap(name, policy.kept(norm(x_BSD), "norm")), "norm")
 
@@ -328,7 +332,7 @@ class Block(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table (V, D) and its look-up, in the stream dtype."""
+    """A table (V, D) of embeddings in the stream dtype, and its look-up."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
@@ -347,12 +351,12 @@ class Positions(nnx.Module):
         self.weight = nnx.Param(jnp.empty((rows, hidden)))
 
     def __call__(self, x_BSD: Array, places: Array) -> Array:
-        """Add the rows of these positions, (S,) or (B, S), to x (B, S, D)."""
+        """Add the rows of `places`, (S,) or (B, S), to x (B, S, D)."""
         return x_BSD + self.weight[...][places]
 
 
 class HeadWeight(nnx.Module):
-    """The untied head's weight (V, D); a tied one uses the embedding's."""
+    """The weight (V, D) of an untied head; a tied head uses the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
@@ -362,8 +366,8 @@ class HeadWeight(nnx.Module):
 class Transformer(nnx.Module):
     """Tokens (B, S) → logits (B, S, V) → negative log-likelihood of the targets (B, S).
 
-    tap: sees every tensor of the chain on its way. fused_loss: computes the loss from the hidden states, None: it is
-    computed from whole logits.
+    tap: function that receives every tap's tensor and returns the tensor to continue with. fused_loss: loss head that
+    computes the loss from hidden states; None computes it from whole logits.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -384,11 +388,11 @@ class Transformer(nnx.Module):
         self.lm_head = None if config.tied else HeadWeight(config.vocab_size, config.hidden)
 
     def rope_of(self, length: int) -> tuple[Array, Array]:
-        """Return cos and sin (S, E/2) of the first positions, in FP64."""
+        """Return cos and sin (S, E/2) of the first `length` positions, in FP64."""
         return rope_tables(length, self.head_dim, self.theta, self.angles, *self.stretch)
 
     def places(self, length: int, documents_BS: Array | None, policy: Policy) -> Rope:
-        """Return positions and masks as configured; a sequence without documents is one document."""
+        """Return positions and masks for the run's settings; a sequence without documents is one document."""
         reset = None if documents_BS is None or not self.reset_positions else positions(documents_BS)
         apart = documents_BS if self.document_mask else None
         rope = rope_at(self.rope_of(length), reset, policy)
@@ -404,7 +408,7 @@ class Transformer(nnx.Module):
         return self.trunk_at(tokens_BS, self.places(tokens_BS.shape[1], documents_BS, policy), policy, tap)
 
     def trunk_at(self, tokens_BS: Array, rope: Rope, policy: Policy, tap: Tap = no_tap) -> Array:
-        """Run the trunk on tokens at given places."""
+        """Run the trunk on tokens with given positions and masks."""
         x_BSD = tap("embed", policy.kept(self.embed(tokens_BS), "residual"))
         if self.embed_scale != 1:
             x_BSD = tap("embed_scale", policy.kept(policy.read(x_BSD, "residual") * self.embed_scale, "residual"))
@@ -412,7 +416,7 @@ class Transformer(nnx.Module):
             x_BSD = self.position(policy.read(x_BSD, "residual"), rope.places)
             x_BSD = tap("position", policy.kept(x_BSD, "residual"))
         for i, block in enumerate(self.blocks):
-            # Without a tap no block needs its name: blocks that are compiled one by one are then one program.
+            # Without taps, all blocks have the same name, so that blocks compiled one by one share one program.
             x_BSD = block(x_BSD, rope, policy, tap, "" if tap is no_tap else f"blocks.{i}")
         return tap("final_norm", policy.kept(self.final_norm(policy.read(x_BSD, "residual")), "norm"))
 
@@ -427,7 +431,7 @@ class Transformer(nnx.Module):
         return head(x_BSD, self.tap("logits.weight", self.head_weight), policy)
 
     def cap(self, logits_BSV: Array) -> Array:
-        """Return cap · tanh(logits / cap) where the model has a cap, else the logits as they are: (B, S, V)."""
+        """Return cap · tanh(logits / cap) if the model has a cap, else the logits unchanged: (B, S, V)."""
         return self.logits_cap * jnp.tanh(logits_BSV / self.logits_cap) if self.logits_cap else logits_BSV
 
     def nll(self, logits_BSV: Array, targets_BS: Array) -> Array:
@@ -435,7 +439,7 @@ class Transformer(nnx.Module):
         return negative_log_likelihood(logits_BSV, targets_BS, self.z_loss)
 
     def __call__(self, tokens_BS: Array, targets_BS: Array, policy: Policy, documents_BS: Array | None = None) -> Array:
-        """Return per-token loss (B, S) in nats through whole logits."""
+        """Return per-token loss (B, S) in nats, computed from whole logits."""
         x_BSD = self.trunk(tokens_BS, policy, self.tap, documents_BS)
         logits_BSV = self.tap(UNCAPPED if self.logits_cap else "logits", self.logits(x_BSD, policy))
         if self.logits_cap:
@@ -451,7 +455,7 @@ class Transformer(nnx.Module):
         policy: Policy,
         *documents_BS: Array,
     ) -> tuple[Array, Array]:
-        """Return Σ weight·loss / total, a float64 scalar, and per-token losses (B, S), through the run's loss head."""
+        """Return Σ weight·loss / total, a float64 scalar, and per-token losses (B, S), by the run's loss head."""
         if self.fused_loss is None:
             nll_BS = self(tokens_BS, targets_BS, policy, *documents_BS)
             return weighted_mean(nll_BS, weights_BS, total), nll_BS

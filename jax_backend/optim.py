@@ -37,7 +37,7 @@ from lockstep.jax_backend.kernels.codes import in_codes
 Tree = dict[str, Array]
 Terms = dict[str, tuple[Array, ...]]
 
-# Newton–Schulz: the quintic's coefficients, and the least norm that is divided by (Jordan 2024).
+# Newton–Schulz iteration: the coefficients of the quintic, and the smallest divisor of X (Jordan 2024).
 A, B, C, LEAST_NORM = 3.4445, -4.7750, 2.0315, 1e-7
 
 

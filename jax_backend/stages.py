@@ -32,9 +32,9 @@ StageFunction = Callable[[Inputs], Array]
 
 
 def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[str, StageFunction]:
-    """Map stage ids to functions of inputs, under one policy; `ID/fp8` for a linear layer that computes in FP8.
+    """Map stage ids to functions of inputs under one policy; `ID/fp8` is the same linear layer in FP8.
 
-    Stages of one kind, which differ in shapes alone, are one function.
+    Stages that differ only in shapes have one function.
     """
     attention, mlp, eps = model.blocks[0].attn, model.blocks[0].mlp, run.model.norm_eps
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
@@ -125,7 +125,7 @@ def stage_functions(run: RunConfig, model: Transformer, policy: Policy) -> dict[
     }
     in_float8, in_window = partial(project, float8=recipe), partial(attend, windowed=True)
     found: dict[str, StageFunction] = {}
-    # Lockstep's own head has its stages beside a library's.
+    # With a library's loss head, the stages of Lockstep's own head exist too.
     for operation in (*graph_of(run.model).operations, *stages_of(run)):
         turned = partial(rope, heads=operation.width[0] if operation.kind == "rope" else 0)
         function = in_window if operation.id == WINDOWED else of_kind.get(operation.kind, turned)

@@ -1,9 +1,9 @@
 """Decoder-only transformers in PyTorch. Twin: jax_backend/model.py, line by line.
 
 Suffixes name the axes of a tensor: B batch, S sequence, D hidden, H query heads, K key-value heads, E head dimension,
-F feed-forward, V vocabulary. Tensors have the policy's stream dtype; casts are in torch_backend/precision.py and in
-`Attention.attend`. Parameters have the canonical names of core/model/names.py. FP8, loss heads and recomputation are
-applied from outside: torch_backend/kernels/__init__.py.
+F feed-forward, V vocabulary. Tensors have the policy's stream dtype. Parameters have the canonical names of
+core/model/names.py. FP8, loss heads and recomputation are applied from outside: torch_backend/kernels/__init__.py.
+Casts are in torch_backend/precision.py and in `Attention.attend`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rope(NamedTuple):
 
     cos, sin: (S, E/2), or (B, S, E/2) if positions restart in each document; E is 0 in a model without RoPE. mask: the
     attention mask, or None for a causal mask. window: the mask of blocks with a sliding window. places: positions, (S,)
-    or (B, S), in a model with learned positions.
+    or (B, S), in a model with learned positions; else None.
     """
 
     cos: Tensor
@@ -167,7 +167,7 @@ def rope_at(rope_tables: tuple[Tensor, Tensor], places: Tensor | None, policy: P
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions where the family has them."""
+    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions if the family has them."""
 
     def __init__(self, run: RunConfig, layer: int = 0) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class Casts:
     by_chunks: bool = False
 
 
-# By the name of core/components/loss_heads.py.
+# Library heads by their name in core/components/loss_heads.py.
 CASTS: dict[str, Casts] = {
     "torch": Casts(_of_torch, nll=True, by_chunks=True),
     "liger": Casts(_of_liger, logits=True),
