@@ -133,7 +133,7 @@ class DataConfig(Section):
     )
     column: str = Field("text", description="key or column of the text in JSON lines and parquet")
     tokenizer: PathText = Field("", description="a tokenizer.json to use; empty = train one of model.vocab_size")
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of documents held out")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.01, description="share of the documents for validation")
     on_broken: Literal["error", "skip"] = Field(
         "error",
         description="a record without text (bad JSON, missing key, invalid UTF-8): end, or skip and count it",
@@ -143,18 +143,19 @@ class DataConfig(Section):
         description="documents with exactly the text of an earlier one: keep or drop them; they are "
         "counted in both cases",
     )
-    max_document_bytes: Count = Field(0, description="longer documents are left out and counted; 0 = no limit")
+    max_document_bytes: Count = Field(0, description="longer documents are skipped and counted; 0 = no limit")
     seed: Annotated[int, Field(ge=0, lt=2**64)] = Field(0, description="seed of the order of samples")
     memory_limit_gib: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="shards are held in RAM up to this size, else memory-mapped; 0 = a quarter of the free memory"
+        0.0,
+        description="shards are loaded into RAM up to this size, else memory-mapped; 0 = a quarter of the free memory",
     )
     window_shards: Count = Field(
         0,
         description="number of consecutive shards within which blocks are shuffled, so that training can begin "
-        "before all are there; 0 = all",
+        "before all shards exist; 0 = all",
     )
     wait_minutes: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="how long to wait for a shard that is being prepared; 0 = the data must be finished"
+        0.0, description="minutes to wait for a shard that is being prepared; 0 = the data must be finished"
     )
     prefetch: Positive = Field(4, description="batches that the background thread keeps ready")
 
@@ -180,7 +181,7 @@ class TrainConfig(Section):
     steps: Positive = Field(200, description="optimizer steps")
     batch_size: Positive = Field(16, description="sequences per optimizer step, over all ranks")
     micro_batch_size: Positive = Field(16, description="sequences that one rank computes at a time")
-    sequence_length: Positive = Field(128, description="tokens a sequence")
+    sequence_length: Positive = Field(128, description="tokens per sequence")
     curriculum: Annotated[str, AfterValidator(_is_a_curriculum)] = Field(
         "",
         description="sequence lengths, each with its share of the steps (`2048:0.9, 4096:0.1`); tokens per step "
@@ -423,7 +424,7 @@ class CompileConfig(Section):
         "model", description="model: one program; blocks: one program for all blocks, and one for each other part"
     )
     mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        "default", description="reduce-overhead: CUDA graphs; max-autotune: with kernels tried out"
+        "default", description="reduce-overhead: CUDA graphs; max-autotune: kernels selected by measured time"
     )
 
 
@@ -432,7 +433,7 @@ class ParallelConfig(Section):
 
     strategy: Literal["ddp", "fsdp"] = Field(
         "ddp",
-        description="ddp: whole weights on every rank; fsdp: weights, gradients and moments sharded over ranks (FSDP2)",
+        description="ddp: all weights on every rank; fsdp: weights, gradients and moments sharded over ranks (FSDP2)",
     )
     reshard_after_forward: bool = Field(
         True, description="fsdp: a block's gathered weights are freed after its forward pass, and gathered again"
@@ -473,7 +474,7 @@ class ParityConfig(Section):
 
     every: Interval = 0
     queue: Positive = Field(
-        2, description="most checks that may wait for the reference; further ones are skipped and counted"
+        2, description="maximum number of checks that wait for the reference; others are skipped and counted"
     )
     record_every: Interval = Field(
         0, description="keep sketches of a step's own gradients for `lockstep replay`, without another pass"
@@ -497,14 +498,14 @@ class ParityConfig(Section):
     )
     disk_gb: Gigabytes = Field(
         0.0,
-        description="most GB (10^9) of evidence on the disk, which limits the waiting checks; 0 = no limit",
+        description="maximum GB (10^9) of evidence on the disk, which limits the waiting checks; 0 = no limit",
     )
     memory_gb: Gigabytes = Field(
-        0.0, description="most GB (10^9) of host memory that a check may take besides the candidate's own; 0 = no limit"
+        0.0, description="maximum GB (10^9) of host memory for a check besides the candidate's own; 0 = no limit"
     )
     device_gb: Gigabytes = Field(
         0.0,
-        description="most GB (10^9) of GPU memory for a compiled model's taps and a reference there; 0 = no limit",
+        description="maximum GB (10^9) of GPU memory for a compiled model's taps and a reference there; 0 = no limit",
     )
     on_alarm: Literal["log", "stop", "roll_back"] = Field(
         "log", description="after a check that disagreed: continue, stop, or stop at the last checkpoint before it"
