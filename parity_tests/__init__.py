@@ -1,1 +1,1 @@
-"""Tests of every package, tests across backends, and the planted faults that prove the checks can fail."""
+"""Tests of each package, tests across backends, and planted faults, which prove that the checks can fail."""

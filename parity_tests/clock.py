@@ -1,18 +1,18 @@
-"""A clock that stands still until a test moves it, in place of `time`: no assertion depends on a machine's speed."""
+"""A clock that only a test advances, in place of `time`: no assertion depends on the speed of the machine."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Stand in for the module `time` of a module that measures."""
+    """Replace the module `time` in a module that measures durations."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def perf_counter(self) -> float:
-        """Return the seconds so far."""
+        """Return the time in seconds."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Move the clock on."""
+        """Advance the clock, without waiting."""
         self.now += seconds

@@ -1,4 +1,4 @@
-"""Loaders of a rung that do not make the run's batches."""
+"""Faulty loaders for a benchmark: their batches are not those of the run."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lockstep.core.bench.loaders import InMemory, TokenByToken
 
 
 class OneStepLate(InMemory):
-    """Make the batches of the next step."""
+    """Return the batch of the next step instead of this one."""
 
     def make(self, step: int) -> Batch:
-        """Make the batch of step + 1."""
+        """Return the batch of `step + 1`."""
         return super().make(step + 1)
 
 
 class OneTokenLate(TokenByToken):
-    """Begin every sequence a token late."""
+    """Start every sequence one token too late."""
 
     def _open(self, path: Path, dtype: str) -> NDArray[np.unsignedinteger]:
         return np.roll(super()._open(path, dtype), -1)
 
 
 class SameTargets(InMemory):
-    """Make targets that are the tokens themselves."""
+    """Return the tokens as their own targets, not shifted by one."""
 
     def make(self, step: int) -> Batch:
-        """Make the right tokens."""
+        """Return the batch of this step with its tokens as targets."""
         made = super().make(step)
         return Batch(made.tokens, made.tokens, made.weights)

@@ -1,1 +1,1 @@
-"""The scoreboards of planted faults, and their tests."""
+"""The results tables of planted faults, and their tests."""

@@ -1,10 +1,10 @@
-"""The scoreboard as a page: runs what is missing of `lockstep faults`, then writes docs/results/faults.md.
+"""Write docs/results/faults.md, after running the rows of `lockstep faults` that are missing.
 
-python -m lockstep.parity_tests.boards.board            goes on where it stopped
-python -m lockstep.parity_tests.boards.board --anew     begins again: kept rows are those of the commit that made them
-python -m lockstep.parity_tests.boards.board --page     only writes the page from the rows that are there
+python -m lockstep.parity_tests.boards.board            run the missing rows, then write the page
+python -m lockstep.parity_tests.boards.board --anew     delete all rows first (kept rows may be of older commits)
+python -m lockstep.parity_tests.boards.board --page     only write the page, from existing rows
 
-Rows are kept in docs/results/faults.json.
+The rows are stored in docs/results/faults.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.scripts.commands import faults
 from lockstep.scripts.shared.scoreboard import Row, from_json, in_words, place, totals
 
 ROWS, PAGE = (REPO / f"docs/results/faults.{ending}" for ending in ("json", "md"))
-# FP16 and FP8 for the faults that only they can have.
+# FP16 and FP8 are for the faults that occur only there.
 RECIPES = (
     "bf16/eager",
     "bf16/compiled",
@@ -41,7 +41,7 @@ RECIPES = (
 
 
 def line(row: Row) -> str:
-    """One row of the table."""
+    """Return one row of the table, in Markdown."""
     moved = "" if row.loss_moved is None else f"{row.loss_moved:.1e}"
     number = "" if row.number is None else f"#{row.number}"
     step = "–" if row.step is None else str(row.step)
@@ -52,12 +52,12 @@ def line(row: Row) -> str:
 
 
 def ordinal(rank: int | None) -> str:
-    """Return `number 2 of those named`."""
+    """Return the place of the true origin among those named, such as `number 2`."""
     return "not among those named" if rank is None else f"number {rank}"
 
 
 def page(rows: Sequence[Row]) -> str:
-    """docs/results/faults.md."""
+    """Return the text of docs/results/faults.md."""
     small = sum(fault.loss_moves_less_than is not None for fault in FAULTS)
     lines = [
         "# Planted faults",
@@ -110,7 +110,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing and write the page; the exit code is that of `lockstep faults`."""
+    """Run the missing rows and write the page. Return the exit code of `lockstep faults`."""
     code = 0
     argv = list(argv)
     if "--anew" in argv:

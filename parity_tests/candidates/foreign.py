@@ -1,4 +1,4 @@
-"""Models as somebody else would write them, without Lockstep: fused projections, other names, other layouts."""
+"""Models written without Lockstep: fused projections, other names of modules, other layouts of weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class GptBlock(nn.Module):
-    """GPT-2's block, q, k and v in one layer."""
+    """A block of GPT-2, with q, k and v in one linear layer."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -25,7 +25,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2, whose positions are a parameter without a module."""
+    """GPT-2, with the position embedding as a parameter of the model itself, without a module."""
 
     def __init__(self, vocab, width, layers, heads, positions):
         super().__init__()
@@ -42,13 +42,13 @@ class Gpt(nn.Module):
 
 
 def turned(x, cos, sin):
-    """Turn neighbours (2i, 2i + 1) of each head, as Meta's Llama does: (B, H, S, E)."""
+    """Rotate the pairs (2i, 2i + 1) of each head, as Meta's Llama does. x: (B, H, S, E)."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
 
 class LlamaBlock(nn.Module):
-    """Llama's block: the heads of q, k and v in turns, gate and up in one layer."""
+    """A block of Llama: one linear layer for q, k and v, interleaved by KV head, and one for gate and up."""
 
     def __init__(self, width, heads, kv_heads, wide, eps):
         super().__init__()
@@ -70,7 +70,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama with an embedding of its own for the head."""
+    """Llama whose head does not share the embedding's weight."""
 
     def __init__(self, vocab, width, layers, heads, kv_heads, wide, eps, theta):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Somebody's own model as a candidate, as docs/guide/candidates.md shows it."""
+"""User models as candidates, as docs/guide/candidates.md shows them."""
 
 from lockstep import ModuleCandidate, fused
 from lockstep.parity_tests.candidates.foreign import Gpt, Llama, turned

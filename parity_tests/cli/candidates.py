@@ -1,4 +1,4 @@
-"""Candidates that lack something, give something else than they should, or raise. `FILE.py:NAME` or `module:NAME`."""
+"""Candidates, as `FILE.py:NAME` or `module:NAME`, that lack a method, return wrong values or raise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def backend(session: type[TorchSession]) -> type[TorchBackend]:
-    """Build a backend that opens `session`."""
+    """Return a backend class whose `open` makes a `session`."""
     return type(session.__name__, (TorchBackend,), {"session_class": session})
 
 
 class _FourMethods:
-    """state, load, step and gradients; nothing is inherited."""
+    """A session with `state`, `load`, `step` and `gradients` alone, and no base class."""
 
     def __init__(self, config: RunConfig) -> None:
         self._inner = TorchSession(config)
@@ -47,14 +47,14 @@ class _FourMethods:
 
 
 class FourMethods:
-    """Neither `describe` nor `name`: they are for the trainer."""
+    """A backend without `describe` and `name`, which only the trainer needs."""
 
     def open(self, config: RunConfig) -> Any:
         return _FourMethods(config)
 
 
 class Incomplete:
-    """A session that has not even what it must have."""
+    """A backend whose session lacks required methods."""
 
     def open(self, config: RunConfig) -> Any:
         return object()
@@ -142,7 +142,7 @@ class _Exits(TorchSession):
 
 
 class RaisesWhenItOpens(TorchBackend):
-    """As a driver that is too old would."""
+    """A backend whose `open` raises, as with a GPU driver that is too old."""
 
     def open(self, config: RunConfig) -> TorchSession:
         raise RuntimeError("no luck\nand a second line")

@@ -1,4 +1,4 @@
-"""The command line as tests call it: in this process, in a folder of its own, on a tiny data set."""
+"""Fixtures that run the command line in this process, in a temporary folder, on a tiny data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Lockstep = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a run file and prepare its data; tests that change the data work on a copy."""
+    """Write a run file and prepare its data. A test that changes the data must copy them first."""
     file = write_workspace(tmp_path_factory.mktemp("workspace"))
     assert run(["data", "prepare", str(file), "--workers", "1"]) == 0
     return file
@@ -26,19 +26,19 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to the folder in which commands run; their temporary files, tracebacks above all, go into another one."""
+    """Change to the folder in which commands run. Their temporary files (tracebacks) go to another folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("aside")))
-    # Tables and messages are not cut at the width of whoever runs the tests.
+    # The width of tables and messages does not depend on the terminal in which the tests run.
     monkeypatch.setenv("COLUMNS", "120")
-    # Python's byte code beside a candidate is no file that a command has written.
+    # Otherwise Python's byte code beside a candidate would count as a file that a command wrote.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
 
 @pytest.fixture
 def lockstep(here: Path, capsys: pytest.CaptureFixture[str]) -> Lockstep:
-    """`lockstep(*arguments)` → exit code and what was printed."""
+    """Return the function `lockstep(*arguments)` → exit code, stdout and stderr."""
 
     def call(*arguments: object) -> Done:
         capsys.readouterr()
@@ -54,7 +54,10 @@ def lockstep(here: Path, capsys: pytest.CaptureFixture[str]) -> Lockstep:
 
 @pytest.fixture
 def refused(lockstep: Lockstep, here: Path) -> Callable[..., str]:
-    """`refused(*arguments)` → the one line with the reason; nothing else was printed and no file was written."""
+    """Return the function `refused(*arguments)` → the one line of the error message.
+
+    It asserts that nothing else was printed and that no file was written.
+    """
 
     def call(*arguments: object) -> str:
         before = sorted(here.rglob("*"))

@@ -1,4 +1,4 @@
-"""Lockstep, to be killed, with a fault: `python -m lockstep.parity_tests.cli.faulty` with FAULT in the environment."""
+"""Lockstep with a planted fault, for tests that kill it: `python -m lockstep.parity_tests.cli.faulty`, FAULT=name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "LOCKSTEP_FAULT"
 
 
 def in_place() -> None:
-    """Write checkpoints in their final place instead of aside."""
+    """Write checkpoints to their final path directly, without a temporary path and a rename."""
     begin = Pending.begin
 
     def begin_in_place(self: Any, write: Any) -> None:
@@ -32,7 +32,7 @@ def in_place() -> None:
 
 
 def moments_lost() -> None:
-    """Resume with moments of zero."""
+    """Resume with all moments zero."""
     load = TorchSession.load
 
     def without(self: TorchSession, state: State) -> None:

@@ -1,4 +1,4 @@
-"""The command line in this process or in one of its own, and what a run left."""
+"""Run the command line, in this process or in a new one, and read the files of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Done:
-    """Report a finished command."""
+    """The result of a finished command."""
 
     code: int
     out: str
@@ -28,17 +28,17 @@ class Done:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of stderr."""
+        """Return the lines of stderr."""
         return self.err.splitlines()
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """Read the lines of records.jsonl."""
+    """Return the records of records.jsonl."""
     return read_lines(run / "records.jsonl")
 
 
 def checks(run: Path) -> list[dict[str, Any]]:
-    """Read the lines of parity.jsonl."""
+    """Return the checks of parity.jsonl."""
     return read_lines(run / "parity.jsonl")
 
 
@@ -53,7 +53,7 @@ def last_weights(run: Path) -> bytes:
 
 
 class Started:
-    """`lockstep` in a process group of its own, as a terminal starts it."""
+    """A running `lockstep`, in its own process group, as a terminal starts it."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class Started:
             )
 
     def wait_for(self, what: Callable[[], bool], seconds: float = 120) -> None:
-        """Wait until it is so; fails if the process ends before."""
+        """Wait until `what()` is true. Fail if the process ends first, or after `seconds`."""
         end = time.monotonic() + seconds
         while not what():
             assert self.process.poll() is None, self._err.read_text() + self._out.read_text()
@@ -82,11 +82,11 @@ class Started:
         self.wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= step)
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to every process of the group."""
+        """Send SIGINT to all processes of the group, as Ctrl-C does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def worker(self) -> int:
-        """Process id of the reference's worker."""
+        """Return the process id of the reference's worker."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
@@ -97,13 +97,13 @@ class Started:
         raise AssertionError("there is no worker")
 
     def end(self, seconds: float = 120) -> Done:
-        """Wait for the end."""
+        """Wait until the process ends; return its result."""
         code = self.process.wait(seconds)
         return Done(code, self._out.read_text(), self._err.read_text())
 
 
 def alive(pid: int) -> bool:
-    """Return whether the process runs (a zombie does not)."""
+    """Return whether the process runs. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

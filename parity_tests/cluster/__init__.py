@@ -1,1 +1,1 @@
-"""Examples for clusters: valid against their schemas, and their commands are real ones."""
+"""Tests of the examples for clusters: they match their schemas, and their commands parse."""

@@ -1,4 +1,4 @@
-"""Find the commands of `lockstep` in a script or a list of words, and parse them as the command line would."""
+"""Find `lockstep` commands in a script or an argument list, and parse them as the command line does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.parity_tests.repository import REPO
 from lockstep.scripts import cli
 
 EXAMPLES = REPO / "docs/examples/cluster"
-# Values that the examples leave to the machine that they run on.
+# Values of variables that the examples take from the machine they run on.
 VALUES = {
     "ranks": "16",
     "SOURCE": "hf://datasets/a/b",
@@ -29,11 +29,11 @@ IN_THE_CONTAINER = "/opt/lockstep/"
 
 
 class Parsed(Exception):
-    """The end of a command that was parsed, and not run."""
+    """Raised in place of running a command, once it has been parsed."""
 
 
 def in_script(text: str, words: Sequence[str] = ()) -> Iterator[list[str]]:
-    """Yield the words behind `lockstep` of each command of a shell script; `"$@"` stands for `words`."""
+    """Yield the arguments of each `lockstep` command of a shell script; `"$@"` becomes `words`."""
     text = re.sub(r"\\\n\s*", " ", text)
     for line in text.splitlines():
         line = line.strip()
@@ -48,13 +48,13 @@ def in_script(text: str, words: Sequence[str] = ()) -> Iterator[list[str]]:
 
 
 def in_words(words: Sequence[str]) -> list[str]:
-    """Return the words behind `lockstep`, if one of the words is that command."""
+    """Return the arguments that follow `lockstep` in `words`; an empty list if it does not occur."""
     at = [number for number, word in enumerate(words) if word == "lockstep"]
     return list(words[at[0] + 1 :]) if at else []
 
 
 def torchrun_problems(words: Sequence[str]) -> Iterator[str]:
-    """Yield what torchrun's own parser finds wrong with the words behind `torchrun`."""
+    """Yield the errors that torchrun's own parser finds in its arguments."""
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints):
@@ -62,15 +62,15 @@ def torchrun_problems(words: Sequence[str]) -> Iterator[str]:
     except SystemExit:
         yield f"no words of torchrun: {complaints.getvalue().splitlines()[-1]}"
         return
-    # An option of another name begins the words of the program, and the program is not lockstep.
+    # After a misspelled option, torchrun takes the next word for the program, which then is not lockstep.
     if not found.module or found.training_script != "lockstep":
         yield f"no words of torchrun: it would run {found.training_script}"
 
 
 def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RunConfig]:
-    """Return the options and the configuration of a command; raises UserError or KeyError as the command line would.
+    """Return the options and the configuration of a command. Raises UserError or KeyError, as the command line does.
 
-    Run files of a container are those of the checkout.
+    Paths of run files inside a container are replaced by those of the checkout.
     """
     words = [word.replace(IN_THE_CONTAINER, f"{REPO}/") for word in words]
     name = " ".join(words[:2]) if words[0] in cli.GROUPS else words[0]
@@ -89,6 +89,6 @@ def parsed(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, 
     options, given = found[0]
     file = getattr(options, "config", None)
     if resumed := getattr(options, "resume", None):
-        # A run directory holds its file.
+        # No run directory exists here: the file of the same name in configs/ replaces its run file.
         file = f"configs/{resumed.name}.toml"
     return options, load_config(None if file is None else REPO / file, given)

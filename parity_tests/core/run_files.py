@@ -1,4 +1,4 @@
-"""Records and states that the tests of run directories and checkpoints write."""
+"""Example records and states for tests of run directories and checkpoints."""
 
 from pathlib import Path
 

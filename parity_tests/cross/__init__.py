@@ -1,1 +1,1 @@
-"""Both backends on the same numbers, and both against implementations that are not ours."""
+"""Compare both backends with each other, and both with independent implementations."""

@@ -1,4 +1,4 @@
-"""Model variants and states that leave nothing at a value (gain 1, bias 0) where a mistake would not show."""
+"""Model variants, and states without gains of 1 and biases of 0, which would hide mistakes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def fresh_state(params: dict[str, np.ndarray]) -> State:
-    """Step 0 with these weights."""
+    """Return a state at step 0 with these weights."""
     zeros = {name: np.zeros_like(p) for name, p in params.items()}
     return State(0, params, {"exp_avg": zeros, "exp_avg_sq": zeros})
 
 
 def shaken_state(model: ModelConfig, seed: int = 0) -> State:
-    """Return initial weights, gains and biases all moved at random, in FP64 (not representable in FP32)."""
+    """Return initial weights, gains and biases plus noise, in FP64 (values that FP32 cannot represent)."""
     random = np.random.default_rng(seed)
     return fresh_state(
         {
@@ -37,14 +37,14 @@ def shaken_state(model: ModelConfig, seed: int = 0) -> State:
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute ‖a − b‖ / ‖b‖ in FP64; a b of zeros has no relative distance and is refused."""
+    """Return ‖a − b‖ / ‖b‖ in FP64. Fails if b is zero."""
     size = float(np.linalg.norm(b.astype(np.float64)))
     assert size > 0 and a.shape == b.shape
     return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64))) / size
 
 
 def same_bits(a: State, b: State) -> bool:
-    """Return whether step, names, dtypes, shapes and every bit of two states are equal."""
+    """Return whether two states are equal in step, names, dtypes, shapes and every bit."""
     trees = [(a.params, b.params)]
     if a.step != b.step or set(a.optimizer) != set(b.optimizer):
         return False

@@ -1,4 +1,4 @@
-"""Small sources that the tests of the data layer share."""
+"""Small sources of text for the tests of the data layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = [
 
 
 def write_texts(folder: Path, files: int = 40, *, seed: int = 0) -> Path:
-    """Write `files` text files of some hundred words into `folder`."""
+    """Write `files` text files, each of some hundred words, into `folder`; return the folder."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(files):
@@ -43,7 +43,7 @@ def write_texts(folder: Path, files: int = 40, *, seed: int = 0) -> Path:
 
 
 def settings_for(out: Path, source_folder: Path, **changes) -> PrepareSettings:
-    """Return settings that give several small shards of both splits."""
+    """Return settings that produce several small shards of each split."""
     base = PrepareSettings(out, str(source_folder), vocab_size=300, val_fraction=0.2, shard_tokens=1000)
     return dataclasses.replace(base, **changes)
 
@@ -55,7 +55,7 @@ def texts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory, texts) -> Path:
-    """Prepare a finished folder; tests that change it work on a copy."""
+    """Return a prepared data folder. A test that changes it must copy it first."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     prepare(settings_for(folder, texts))
     return folder

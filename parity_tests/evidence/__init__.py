@@ -1,1 +1,1 @@
-"""Evidence on disk: stores of tensors, and what becomes of them."""
+"""Tests of evidence on disk: folders of tensors, how they are written and how they are read."""

@@ -1,8 +1,8 @@
-"""Make the schemas of this folder from packages, unpacked side by side in a folder (README.md has the commands).
+"""Make the schemas of this folder from packages unpacked into one folder (README.md has the commands).
 
     python parity_tests/cluster/schemas/make.py FOLDER
 
-Descriptions are left out, and of Kubernetes' definitions all but those that a Job or a Service leads to.
+The schemas have no descriptions. Kubernetes' definitions are those that a Job or a Service refers to, no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 KUBERNETES = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
-# A model of kubeflow-trainer-api, and what it is among Kubernetes' definitions.
+# Name of a model in kubeflow-trainer-api → name of the same definition in Kubernetes.
 THEIRS = {
     "IoK8sApiBatchV1JobTemplateSpec": "io.k8s.api.batch.v1.JobTemplateSpec",
     "IoK8sApimachineryPkgApisMetaV1ObjectMeta": "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta",
@@ -31,7 +31,7 @@ def main(packages: Path) -> None:
 
 
 def kubernetes(known: dict[str, Any]) -> dict[str, Any]:
-    """Return the schemas of Job, Service and JobSet, and all that they lead to."""
+    """Return the schemas of Job, Service and JobSet, with all definitions that they refer to."""
     found: dict[str, Any] = {}
     wanted = [*ROOTS, *THEIRS.values()]
     while wanted:
@@ -56,7 +56,7 @@ def jobset() -> dict[str, Any]:
     for model, name in THEIRS.items():
         text = text.replace(f"#/$defs/{model}", f"#/$defs/{name}")
     ours = json.loads(text)
-    # Nobody writes a status, and it refers to more of Kubernetes.
+    # Kubernetes writes the status, not the user; its schema refers to many more definitions.
     del ours["JobSet"]["properties"]["status"]
     ours["JobSet"]["properties"] |= {
         "apiVersion": {"enum": ["jobset.x-k8s.io/v1alpha2"]},
@@ -67,7 +67,7 @@ def jobset() -> dict[str, Any]:
 
 
 def skypilot() -> dict[str, Any]:
-    """Return SkyPilot's schemas of a task and its resources; what they import is not installed, and not needed."""
+    """Return SkyPilot's schemas of a task and its resources. Modules that they import but do not need are stubs."""
     for name in ("sky", "sky.utils"):
         package = ModuleType(name)
         package.__path__ = [str(Path(sys.path[0], *name.split(".")))]
@@ -79,7 +79,7 @@ def skypilot() -> dict[str, Any]:
     sys.modules["sky.skylet.autostop_lib"] = autostop
     from sky.utils import schemas
 
-    # Settings of SkyPilot itself, which a task may change.
+    # The settings of SkyPilot that a task may override: any object.
     schemas._task_config_schema = lambda: {"type": "object"}
     return {"task": plain(schemas.get_task_schema()), "resources": plain(schemas.get_resources_schema())}
 
@@ -110,7 +110,7 @@ def refs(schema: Any) -> list[str]:
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """Write a schema, one definition a line."""
+    """Write a schema to a file, one definition per line."""
     (HERE / name).write_text(json.dumps(content, sort_keys=True, separators=(",", ":")) + "\n")
 
 
