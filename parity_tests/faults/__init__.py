@@ -1,8 +1,8 @@
-"""Planted faults: trainers that are wrong in one way each. Every check of the engine is tripped by at least one.
+"""Planted faults: trainers with one fault each. At least one fault fails each check of the engine.
 
-Each is a `Backend` that can stand as `--candidate parity_tests/faults/FILE.py:NAME`. `FAULTS` are all of them,
-`CATALOG` those that one eager check of the first step must find, `REFERENCE` those of the reference.
-`lockstep faults` plants them and compares what is named with what is promised.
+Each is a `Backend`, so `--candidate parity_tests/faults/FILE.py:NAME` runs it. `FAULTS` lists all of them,
+`CATALOG` those that one eager check of the first step must find, `REFERENCE` the faults of the reference itself.
+`lockstep faults` runs them, and compares the origin that the check names with the expected one.
 """
 
 from __future__ import annotations

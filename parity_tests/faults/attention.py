@@ -1,4 +1,4 @@
-"""Faults of the forward pass of attention: rotation, masks, grouping of heads, softmax, rounding."""
+"""Faults in the forward pass of attention: RoPE, masks, grouping of heads, softmax, rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 class Bf16RopeAttention(Attention):
-    """cos and sin rounded to bf16."""
+    """Attention whose RoPE tables (cos and sin) are rounded to bf16."""
 
     def rotate(self, x_BSHE: Tensor, rope: Rope) -> Tensor:
         return super().rotate(x_BSHE, rope._replace(cos=bf16(rope.cos), sin=bf16(rope.sin)))
@@ -71,7 +71,10 @@ class KvHeadsTiled(TorchBackend):
 def written_out(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, policy: Policy, allowed_SS: Tensor, low: bool = False
 ) -> Tensor:
-    """Attention without a kernel: scores in the stream dtype under a mask of one's own; `low`: softmax in bf16."""
+    """Compute attention from plain operations, under the mask `allowed_SS`, in the stream's dtype.
+
+    low: compute the softmax in bf16.
+    """
     q, k, v = (
         x.to(policy.operand).to(policy.stream).transpose(1, 2) for x in (q, attention.expand(k), attention.expand(v))
     )
@@ -82,7 +85,10 @@ def written_out(
 
 
 def causal(q_BSHE: Tensor, ahead: int = 0) -> Tensor:
-    """(S, S) bool: which keys each query sees, `ahead` tokens of the future among them."""
+    """Return the causal mask (S, S), bool: True where the query of the row sees the key of the column.
+
+    ahead: the number of later tokens that each query sees as well.
+    """
     return torch.ones(q_BSHE.shape[1], q_BSHE.shape[1], dtype=torch.bool, device=q_BSHE.device).tril(ahead)
 
 

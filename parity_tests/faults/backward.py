@@ -1,4 +1,4 @@
-"""Faults of the backward pass alone: every forward value keeps its bits."""
+"""Faults in the backward pass alone: every forward value is right, bit for bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LogitsGradientZero(TorchBackend):
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Logits as torch_backend/precision.py makes them, the weight's gradient summed in bf16 over eight chunks."""
+    """The logits of torch_backend/precision.py, with the weight's gradient summed in bf16 over eight chunks."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype) -> Tensor:
@@ -175,7 +175,7 @@ class _Bf16Activation(torch.autograd.Function):
 
 
 class RecomputingSwiGLU(SwiGLU):
-    """The activation computed again in bf16 on the way back."""
+    """SwiGLU whose backward pass recomputes the activation in bf16."""
 
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         act_BSF: Tensor = _Bf16Activation.apply(gate_BSF, up_BSF)
@@ -319,7 +319,7 @@ class GroupGradientOfOneHead(TorchBackend):
 
 
 class _Turn(torch.autograd.Function):
-    """The rotation, whose backward turns forward once more instead of back."""
+    """RoPE whose backward pass rotates gradients by the same angle as the forward pass, not by its negative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Faults of a plan of casts: a rounding that is declared and not made, or made and not declared."""
+"""Faults in casts: a rounding that is declared and not done, or done and not declared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _HalfAway(Block):
 
 
 def _truncated(grad: Tensor) -> Tensor:
-    """Cut to 5 bits of mantissa: as a bf16 number that loses its last two bits."""
+    """Clear the last two mantissa bits of bf16 numbers, which leaves 5."""
     return (grad.float().view(torch.int32) & ~((1 << 18) - 1)).view(torch.float32).to(grad.dtype)
 
 

@@ -1,9 +1,12 @@
-"""Every planted fault with what is promised of it. Origins follow from the chain of core/parity/reference/stages.py.
+"""All planted faults, with the origin that a check must name. The order of core/parity/reference/stages.py decides it.
 
-A fault in every block is named in the first one forward, block 0, and in the last one backward: there its chain begins.
-A stage's backward owns what it sends back, whatever comes in. The session's work on its program's gradients is
-`gradients`, what goes wrong only in a sum of several micro-batches `accumulation`, and what only the program without
-taps does `compiler`. The first link in the chain is the origin: the update's links name their first parameter's layer.
+The origin is the first stage of the chain that is wrong:
+
+- For a fault in every block: block 0 in the forward pass, the last block in the backward pass.
+- For a wrong gradient that a stage's backward pass sends back: that stage.
+- `gradients`: the session changed the gradients of its program. `accumulation`: only the sum over several micro-batches
+  is wrong. `compiler`: only the program without taps is wrong.
+- A stage of the update names the layer of its first wrong parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from lockstep.parity_tests.faults import (
 )
 from lockstep.parity_tests.faults.fault import BF16, NOT_COMPILED, Fault
 
-TINY = 1e-3  # relative change of the loss that no curve shows
+TINY = 1e-3  # a relative change of the loss that is too small to be seen in a plot
 
 FORWARD = (
     Fault(forward.EmbeddingInBf16, "embed", loss_moves_less_than=TINY),
@@ -200,7 +203,7 @@ BACKWARD = (
     Fault(gradients.LastMicroBatchForgotten, "accumulation", backward_only=True, cause="with one micro-batch"),
 )
 
-# A run whose first batch has boundaries between documents, one of them in a sequence that is examined at once.
+# A run whose first batch contains boundaries between documents, one of them in the first examined sequence.
 MASKED = {"attention.document_mask": "true", "data.seed": "222"}
 RESET = {"attention.reset_positions": "true", "data.seed": "222"}
 DOCUMENTS = (
@@ -264,7 +267,7 @@ CASTS = (
     ),
 )
 
-# Not named as they should be yet.
+# The check finds these, but names another origin than the expected one.
 BEYOND = (
     Fault(
         backward.SmallGradientsFlushed,
@@ -716,5 +719,5 @@ FAULTS = (
     *RANKS,
 )
 
-# Those that one eager check of the first step must find, by the backend alone.
+# The faults that one eager check of the first step must find, without other settings or a loader.
 CATALOG = (*FORWARD, *DOCUMENTS, *CASTS, *BACKWARD, *UPDATE, *STATE, *DEVICE, *EVALUATION, *SAMPLING)

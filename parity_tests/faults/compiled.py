@@ -1,4 +1,4 @@
-"""Faults that the compiler makes: honest when eager, wrong once the program is traced."""
+"""Faults as a compiler makes them: the eager program is right, the compiled one is wrong."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class _Overwriting(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         tokens, weight = ctx.saved_tensors
         flat = tokens.flatten()
-        # Only the last place of a token counts, in whatever order they are written.
+        # For each token only its last position contributes, in whatever order the rows are written.
         later = (flat[:, None] == flat).triu(1).any(1)
         kept = grads[0].flatten(0, 1) * ~later[:, None]
         return None, torch.zeros_like(weight).index_add(0, flat, kept)

@@ -1,4 +1,4 @@
-"""Faults of the loader: the trainer is honest, and is handed other batches than the data order prescribes."""
+"""Faults of the loader: the trainer is right, but gets other batches than the data order defines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults between a step's batch, whose digest is honest, and what the program of the step is given."""
+"""Faults in the copy to the device: the batch's digest is right, the step's program gets other arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.torch_backend.upload import Uploaded
 
 
 class _ShiftingSession(TorchSession):
-    """One array of each micro-batch arrives a row further down than the others."""
+    """A session in which one array of each micro-batch is rolled by one row on the device."""
 
     shifted: str
 

@@ -1,4 +1,4 @@
-"""Faults of `evaluate`, in trainers whose steps are right: what a run calls its validation loss is not."""
+"""Faults of `evaluate`, which make the validation loss wrong, in trainers whose steps are right."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ class _MaskingSession(TorchSession):
 
 
 class FirstTokensLeftOutOfTheMean(TorchBackend):
-    """Every token's NLL is right, and masked where it is its sequence's first: the mean leaves it out."""
+    """Every token's NLL is right. The mean leaves out the first token of each sequence."""
 
     session_class = _MaskingSession

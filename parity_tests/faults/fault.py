@@ -1,4 +1,4 @@
-"""Describe a planted fault: its place, the step in which it first acts, and how well it hides."""
+"""The description of a planted fault: its origin, the first step in which it acts, and the change of the loss."""
 
 from __future__ import annotations
 
@@ -20,19 +20,24 @@ EVERYWHERE = ("fp32/eager", "bf16/eager", *COMPILED)
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault and what a check must say of it. Expectations are written before the fault is first run.
+    """A planted fault, and the origin that a check must name. Write expectations before the first run of the fault.
 
-    make:           gives the backend that is wrong; its docstring names the mechanism and where it was met. A `loader`
-                    of the class turns the run's batches by step into those of a wrong loader.
-    stage, phase, layer: the origin that must be named. A negative layer counts from the last, -1.
-    required:       stands among those that `lockstep parity --candidate` is tried with.
-    first_step:     the first step in which anything is wrong. within: in so many checks from there it must be found.
-    own_weights:    acts only where every loss weight is 1.
-    only_compiled:  honest when eager. backward_only: forward values equal bit for bit, some gradient is not.
-    loss_moves_less_than: relative change of the loss in the first step in which it acts, or None if it may be large.
-    number:         of FAULTS.md, or None for one of our own. cause: a part of the cause that must be named, or None.
-    recipes:        precision policies and programs under which it can act. note: how the expected origin follows.
-    settings:       of the run that it is planted in, as on the command line: dotted keys → text.
+    make:           the faulty backend's class. Its docstring describes the fault, with a public report of it if there
+                    is one. If the class has `loader`, it maps the run's batches by step to those of a faulty loader.
+    stage, phase, layer: the origin that a check must name. A negative layer counts from the last, which is -1.
+    required:       tests run this fault through `lockstep parity --candidate` as well.
+    first_step:     the first step in which anything is wrong.
+    within:         the largest number of checks, from first_step on, until one finds the fault.
+    own_weights:    the fault acts only if every loss weight is 1.
+    only_compiled:  the eager program is right.
+    backward_only:  all forward values are right bit for bit; some gradient is wrong.
+    loss_moves_less_than: bound on the relative change of the loss in the first step in which the fault acts; None: no
+                    bound.
+    number:         the entry of FAULTS.md, or None if it has none.
+    cause:          a part of the cause that the check must name, or None.
+    recipes:        the precision policies and programs ("policy/program") under which the fault can act.
+    note:           why the expected origin is this one.
+    settings:       changes to the run's configuration, as on the command line: dotted key → text.
     """
 
     make: type[TorchBackend]
@@ -60,21 +65,21 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The class's name."""
+        """Return the name of the backend's class."""
         return self.make.__name__
 
     @property
     def mechanism(self) -> str:
-        """Return the fault in one sentence."""
+        """Return the description of the fault: the docstring of its backend's class."""
         return " ".join((self.make.__doc__ or "").split())
 
     @property
     def loader(self) -> Callable[[Batches], Batches] | None:
-        """Batches by step as they should be → as this fault hands them out; None if the data are not at fault."""
+        """Return the function from right batches by step to faulty ones, or None if the loader is right."""
         return getattr(self.make, "loader", None)
 
     def configured(self, config: RunConfig) -> RunConfig:
-        """Return the run with this fault's settings."""
+        """Return the configuration with this fault's settings."""
         tree = config.model_dump()
         for key, text in self.settings.items():
             section, _, name = key.rpartition(".")
@@ -82,5 +87,5 @@ class Fault:
         return RunConfig.model_validate(tree) if self.settings else config
 
     def origin(self, layers: int) -> tuple[str, str, int | None]:
-        """Stage, phase and layer that must be named in a model of so many layers."""
+        """Return the stage, phase and layer that a check must name in a model of `layers` layers."""
         return self.stage, self.phase, None if self.layer is None else self.layer % layers

@@ -1,4 +1,4 @@
-"""Faults of the forward pass outside attention and the loss: embedding, norms, projections, activation, residual."""
+"""Faults in the forward pass outside attention and loss: embedding, norms, projections, activation, residual."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.torch_backend.model import Block, Embedding, Linear, RMSNorm, Rope
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
-# Named as `forward.py:…` where candidates are tried.
+# Tests run these two as candidates by the name `forward.py:…`.
 __all__ = ["KvHeadsTiled", "RopeInBf16"]
 
 
@@ -129,7 +129,7 @@ class GeluForSilu(TorchBackend):
 
 
 class _SummingBlock(Block):
-    """A block whose two sums are a method, so that a fault can change them."""
+    """A block that computes its two residual sums in a method, which a fault can override."""
 
     def attn_sum(self, x_BSD: Tensor, mixed_BSD: Tensor) -> Tensor:
         return x_BSD + mixed_BSD

@@ -1,4 +1,4 @@
-"""Faults between the program's gradients and those that the optimizer gets: what the session makes of them."""
+"""Faults of the session, between the gradients of its program and those that the optimizer gets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ClipsEveryMicroBatch(TorchBackend):
 
 
 class _MicroBatchSession(TorchSession):
-    """Micro-batch after micro-batch, `join` makes of the sum so far and the next part the new sum."""
+    """A session that adds the gradients of each micro-batch by `join(sum so far, gradient, last)`."""
 
     def accumulate(self, batch: Batch) -> Accumulated:
         size = min(self.config.train.micro_batch_size, len(batch.tokens))

@@ -1,7 +1,7 @@
-"""Faults that begin in a later step of a run, and tell the right rate and clip coefficient there.
+"""Faults that start in a later step of a run, whose records report the right learning rate and clip coefficient.
 
-The first steps are right. A check makes the first one as later ones too (core/parity/evidence/later_steps.py), and
-holds what these do to weights and moments to the reference.
+The first steps are right. A check therefore also runs the first step as if it were a later one
+(core/parity/evidence/later_steps.py), and compares the resulting weights and moments with the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 class _LaterSession(TorchSession):
-    """Knows when the warm-up is over."""
+    """A session with `is_later`: whether the warm-up is over."""
 
     @property
     def is_later(self) -> bool:
@@ -32,7 +32,7 @@ class _PeakSession(_LaterSession):
 
 
 class PeakRateAfterWarmUp(TorchBackend):
-    """After the warm-up, steps are made at the peak rate; their records say the schedule's."""
+    """After the warm-up, steps use the peak learning rate; their records report that of the schedule."""
 
     session_class = _PeakSession
 
@@ -52,7 +52,7 @@ class _DecaySession(_LaterSession):
 
 
 class NoDecayAfterWarmUp(TorchBackend):
-    """Weight decay ends with the warm-up."""
+    """After the warm-up, the weight decay is zero."""
 
     session_class = _DecaySession
 
@@ -65,7 +65,7 @@ class _LengtheningSession(TorchSession):
 
 
 class LengthensShortGradients(TorchBackend):
-    """Gradients shorter than the clip norm are brought to its length; their records say a coefficient of 1."""
+    """Gradients with a norm below the clip norm are scaled up to it; records report a clip coefficient of 1."""
 
     session_class = _LengtheningSession
 
@@ -79,7 +79,7 @@ class _ForgettingSession(_LaterSession):
 
 
 class MomentumEndsWithWarmUp(TorchBackend):
-    """After the warm-up the first moment is emptied before each step."""
+    """After the warm-up, the first moments are set to zero before each step."""
 
     session_class = _ForgettingSession
 
@@ -100,7 +100,7 @@ class _NarrowSession(TorchSession):
 
 
 class LastCheckpointInBf16(TorchBackend):
-    """The checkpoint of the run's last step has weights in bf16, as one to publish would."""
+    """The checkpoint of the run's last step has weights rounded to bf16, as an export for publication would."""
 
     session_class = _NarrowSession
 
@@ -113,6 +113,6 @@ class _UnmaskedSession(_LaterSession):
 
 
 class FirstTokenLeftOutAfterWarmUp(TorchBackend):
-    """After the warm-up the first token of each sequence has no part in the loss."""
+    """After the warm-up, the loss leaves out the first token of each sequence."""
 
     session_class = _UnmaskedSession

@@ -1,4 +1,4 @@
-"""Faults of the levers: the chunked head, FP8 layers, the loss scale, recomputation."""
+"""Faults of optional parts: the chunked head, FP8 layers, the loss scale, recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 class _WrongChunks(torch.autograd.Function):
-    """`lockstep.torch_backend.kernels.chunked_loss._ChunkedLoss`, whole logits a chunk, with one thing wrong."""
+    """Add faulty gradients to those of the chunked head: the loss is unchanged, `change` returns what is added."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, x: Tensor, weight: Tensor, targets: Tensor, change: Any) -> Tensor:
@@ -34,7 +34,7 @@ class _WrongChunks(torch.autograd.Function):
 
 
 def _chunked(change: Any) -> type[TorchSession]:
-    """Build a session whose chunked head adds `change` of its inputs' gradients to them."""
+    """Return a session class whose chunked head adds the gradients that `change` returns to those of its inputs."""
 
     def plant(model: Transformer) -> None:
         right = model.fused_loss
@@ -52,7 +52,7 @@ def _chunked(change: Any) -> type[TorchSession]:
 
 
 def _of_logits(x: Tensor, weight: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the head's operands (N, D), and the rounded gradient of its logits (N, V) under these loss shares."""
+    """Return the head's operands (N, D), and the rounded gradient of its logits (N, V) for these loss shares (N,)."""
     flat, narrow = x.flatten(0, 1).bfloat16(), weight.bfloat16()
     logits = wide_product(flat, narrow.T, torch.float32).double()
     grad = (logits.softmax(-1) - torch.nn.functional.one_hot(targets.flatten(), len(weight))) * shares[:, None]
@@ -103,7 +103,8 @@ def _unscaled(model: Transformer) -> None:
 
     def wrong(*inputs: Any) -> tuple[Tensor, Tensor]:
         x, weight, targets, weights, total, policy, tap = inputs
-        # With the largest weight one the head gets what it should; with the share itself, what autograd would hand it.
+        # With the largest weight as the total, the head's scale factor max(weights) / total is 1. The library then gets
+        # the gradient 1 / tokens unscaled, and rounds it.
         _, nll = right(x, weight, targets, weights, weights.max(), policy, lambda _, value: value)
         nll = tap("nll", nll)
         return weighted_mean(nll, weights, total), nll
@@ -119,7 +120,7 @@ class LibraryHeadGetsRoundedShares(TorchBackend):
 
 class _HalfTheTokens(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
-        """Cut values beyond the smaller of both halves' largest magnitudes, as too large a scale does."""
+        """Clamp x at the smaller of the two halves' amaxes, as a scale made from that half would."""
         assert self.float8 is not None
         low = x.bfloat16()
         most = torch.stack([half.abs().amax() for half in low.detach().flatten(0, -2).chunk(2)]).amin()
@@ -149,7 +150,7 @@ class _StaleWeight(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         scale = self.weight.detach().abs().amax()
         first = self.__dict__.setdefault("_first", scale)
-        # A weight that is cast by the scale of the first step: what has grown beyond it is cut.
+        # The weight is cast with the scale of the first step, which clamps values that have grown beyond its range.
         within = self.weight.clamp(-first * 0.98, first * 0.98)
         return linear(x, within, self.bias, policy, self.float8)
 
@@ -169,7 +170,7 @@ class _OneStepLate(TorchSession):
 
 
 class ScalesOneStepLate(TorchBackend):
-    """FP8, delayed: the scales are those of a history without the last step (as Megatron PR#442, TE #825)."""
+    """FP8, delayed: scales are computed from a history without the last step (as Megatron PR#442, TE #825)."""
 
     session_class = _OneStepLate
 
@@ -185,7 +186,7 @@ class _ScalesStay(TorchSession):
 
 
 class ScalesOnlyLoaded(TorchBackend):
-    """FP8, delayed: scales are set when a state is loaded, and no step sets them."""
+    """FP8, delayed: scales are computed only when a state is loaded, and not after a step."""
 
     session_class = _ScalesStay
 
@@ -197,7 +198,7 @@ class _Forgetful(TorchSession):
 
 
 class HistoryForgets(TorchBackend):
-    """FP8, delayed: the history holds the last step alone, as if it were as short as that."""
+    """FP8, delayed: the history of amaxes keeps only the last step."""
 
     session_class = _Forgetful
 
@@ -210,7 +211,7 @@ class _AnotherLayers(TorchSession):
 
 
 class AmaxOfAnotherLayer(TorchBackend):
-    """FP8, delayed: the largest weight of one layer is noted as another's: its next scale is made of that."""
+    """FP8, delayed: the weight amax of one layer is recorded for another, whose next scale is then wrong."""
 
     session_class = _AnotherLayers
 
@@ -222,13 +223,13 @@ class _LastOne(TorchSession):
 
 
 class AmaxOfTheLastMicroBatch(TorchBackend):
-    """FP8, delayed: a step's amaxes are those of its last micro-batch, not the largest of all."""
+    """FP8, delayed: the amaxes of a step are those of its last micro-batch, not the maximum over all."""
 
     session_class = _LastOne
 
 
 class _LastSequence(torch.autograd.Function):
-    """Amaxes as they are, whose gradient, what was seen, has the last sequence's for the input."""
+    """Return the amaxes unchanged. Their gradient, the new amaxes, has that of x's last sequence in place of x's."""
 
     @staticmethod
     def forward(ctx: Any, amax: Tensor, x: Tensor) -> Tensor:
@@ -243,14 +244,14 @@ class _LastSequence(torch.autograd.Function):
 
 class _OneSequence(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
-        """Note what the last sequence has."""
+        """Record the amax of the last sequence of x as that of x."""
         assert self.float8 is not None
         noted = _LastSequence.apply(self.float8.amax, x.detach().bfloat16())
         return linear(x, self.weight, self.bias, policy, replace(self.float8, amax=noted))
 
 
 class AmaxOfOneSequence(TorchBackend):
-    """FP8, delayed: one layer notes the amaxes of a micro-batch's last sequence, not of all its tokens."""
+    """FP8, delayed: one layer records the amax of a micro-batch's last sequence, not of all its tokens."""
 
     session_class = in_model(lambda model: swap(model, Linear, _OneSequence, "blocks.1.mlp.down_proj"))
 
@@ -296,7 +297,7 @@ class SkippedStepMovesAWeight(TorchBackend):
 class _OtherTheSecondTime(SwiGLU):
     def activate(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         act_BSF = super().activate(gate_BSF, up_BSF)
-        # While the backward pass computes a part again, autograd is at work on a node.
+        # The id is not -1 while autograd runs a backward pass, and so during recomputation.
         again = torch._C._current_graph_task_id() != -1
         return bf16(act_BSF) * (1 + 2.0**-7) if again else act_BSF
 

@@ -1,4 +1,4 @@
-"""Faults of operations that only read a session: they change its state, and the steps go on from there."""
+"""Faults of operations that should only read a session (evaluation, sampling, checkpoints): they change its state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _AveragingSession(TorchSession):
 
 
 class AveragedWeightsStay(TorchBackend):
-    """Evaluation puts the average of the last weights in their place, and does not put them back."""
+    """Evaluation replaces the weights by their moving average, and does not restore them."""
 
     session_class = _AveragingSession
 
@@ -72,7 +72,7 @@ class _ForgettingSession(TorchSession):
 
 
 class SamplingFreesMoments(TorchBackend):
-    """The optimizer's second moments are let go to make room for a cache of keys and values."""
+    """Sampling sets the optimizer's second moments to zero, as if it needed their memory for the KV cache."""
 
     session_class = _ForgettingSession
 
@@ -85,6 +85,6 @@ class _WritingSession(TorchSession):
 
 
 class CheckpointRoundsWeights(TorchBackend):
-    """Weights are cast to FP16 as they are written; the ones that train are the same tensors. Rounds once."""
+    """Writing a checkpoint casts the embedding's weight to FP16 in place, which rounds the trained weight."""
 
     session_class = _WritingSession

@@ -1,4 +1,4 @@
-"""Faults between final norm and loss, as values: logits, per-token NLL, and what is made of it."""
+"""Faults in the forward pass after the final norm: logits, per-token NLL, and the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.torch_backend.model import Transformer
 from lockstep.torch_backend.precision import Policy
 from lockstep.torch_backend.session import TorchSession
 
-# Named as `loss.py:OneGradientScaled` where candidates are tried.
+# Tests run this one as a candidate by the name `loss.py:OneGradientScaled`.
 __all__ = ["OneGradientScaled"]
 
 

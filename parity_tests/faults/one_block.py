@@ -1,4 +1,4 @@
-"""Faults of a single block, deep in a model that is too large for the boards (docs/results/scale.md)."""
+"""Faults in a single block of a model that is too large for docs/results/faults.md (see docs/results/scale.md)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lockstep.torch_backend.model import Attention, SwiGLU
 
 
 class RopeInBf16InBlock11(TorchBackend):
-    """RoPE's cos and sin rounded to bf16, in block 11 alone."""
+    """RoPE's cos and sin are rounded to bf16, only in block 11."""
 
     session_class = swapped(Attention, Bf16RopeAttention, "blocks.11.attn")
 
 
 class SwiGLUBackwardInBlock3(TorchBackend):
-    """SwiGLU's backward recomputes the activation in bf16, in block 3 alone."""
+    """SwiGLU's backward pass recomputes the activation in bf16, only in block 3."""
 
     session_class = swapped(SwiGLU, RecomputingSwiGLU, "blocks.3.mlp")

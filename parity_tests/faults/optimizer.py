@@ -1,4 +1,4 @@
-"""Faults between accumulated gradients and new weights."""
+"""Faults in the update: from accumulated gradients to new weights."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class _NoTailSession(TorchSession):
     VECTOR = 48
 
     def _tails(self) -> dict[Tensor, Tensor]:
-        """Return the rest of each weight and moment after whole vectors; zeros before there are moments."""
+        """Return the elements of each weight and moment after the last whole vector; zeros if there are no moments."""
         held = [p.detach() for p in self.parameters.values()]
         held += [self.optimizer.state[p][kind] for p in self.parameters.values() for kind in ("exp_avg", "exp_avg_sq")]
         return {x: x.flatten()[x.numel() - x.numel() % self.VECTOR :].clone() for x in held}
@@ -260,7 +260,7 @@ class _AmsgradSession(TorchSession):
         return optimizer
 
     def load(self, state: State) -> None:
-        # The largest second moment is no part of the canonical state: it stays.
+        # The canonical state does not contain AMSGrad's largest second moment, so a load must keep it.
         largest = {p: self.optimizer.state[p].get("max_exp_avg_sq") for p in self.parameters.values()}
         super().load(state)
         for p, value in largest.items():
@@ -318,12 +318,12 @@ class _UnscaledMuon(Muon):
 
 
 class OtherMuonSession(TorchSession):
-    """A session with another Muon in the place of its own."""
+    """A session that replaces its Muon by the faulty class `muon`."""
 
     muon: type[Muon] = _UnscaledMuon
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the session's optimizers, the first of which is `muon`."""
+        """Return the session's optimizers, with `muon` as the first."""
         optimizer = super().build_optimizer()
         assert isinstance(optimizer, MuonAndAdamW)
         optimizer.optimizers[0].__class__ = self.muon
@@ -371,7 +371,7 @@ class _FlippedSession(TorchSession):
     STEP = 3
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
-        # In a step that is shown: a check makes others beside it.
+        # Only in a step whose gradients are read: a check runs other steps as well.
         shown = self._show_step and not self.__dict__.get("_flipped")
         self._flip = self.steps_done + 1 == self.STEP and shown
         record = super().step(batch, norms=norms)
@@ -383,7 +383,7 @@ class _FlippedSession(TorchSession):
         if self.__dict__.get("_flip"):
             grad = self.parameters["blocks.1.attn.k_proj.weight"].grad
             assert grad is not None
-            # The lowest bit of the exponent, of the largest element: it doubles or halves.
+            # Flip the lowest exponent bit of the largest element, which doubles or halves it.
             flat = grad.view(-1)
             at = int(flat.abs().argmax())
             flat[at] = (flat[at : at + 1].view(torch.int32) ^ (1 << 23)).view(torch.float32)[0]

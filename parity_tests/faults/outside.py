@@ -1,7 +1,7 @@
-"""Faults of what lies outside the state that a session shows: every check, which loads a state, puts them right.
+"""Faults in what a session keeps outside its state: loading a state, as every check does, repairs them.
 
-They are wrong in training, from its second step on. Two steps in a row, which a check makes too, find them in the first
-(core/parity/evidence/in_a_row.py).
+Training is wrong from its second step on. A check therefore also runs several steps in a row without a load, and finds
+these faults in the first step (core/parity/evidence/in_a_row.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COPY = "_copy"
 
 
 class _CopiedLinear(Linear):
-    """The forward pass reads a copy of the weight in bf16; the gradient goes to the weight."""
+    """A linear layer whose forward pass reads a bf16 copy of the weight; the gradient goes to the weight."""
 
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         if policy.operand != torch.bfloat16:
@@ -36,7 +36,7 @@ class _CopiedLinear(Linear):
 
 
 class CopyingSession(TorchSession):
-    """Reads copies of its weights, which only a load makes anew."""
+    """A session that computes with copies of its weights, which only `load` renews."""
 
     def build_model(self) -> Transformer:
         return swap(super().build_model(), Linear, _CopiedLinear, "blocks.*")
@@ -48,7 +48,7 @@ class CopyingSession(TorchSession):
 
 
 class CopiesMadeByLoadAlone(TorchBackend):
-    """The weights' copies in bf16 are made when a state is loaded, and by no step."""
+    """The bf16 copies of the weights are made when a state is loaded, and not renewed after a step."""
 
     session_class = CopyingSession
 
@@ -69,7 +69,7 @@ class _MixingSession(TorchSession):
 
 
 class OldGradientsMixedIn(TorchBackend):
-    """A tenth of the last step's gradients is added to each step's, from a buffer that a load empties."""
+    """Each step adds a tenth of the last step's gradients to its own, from a buffer that a load clears."""
 
     session_class = _MixingSession
 
@@ -95,7 +95,7 @@ class _KeepingSession(TorchSession):
 
 
 class StepsClearNoGradients(TorchBackend):
-    """A step adds its gradients to those of the step before, unless a check's or an evaluation's pass cleared them."""
+    """A step adds its gradients to those of the step before, unless a check or an evaluation cleared them."""
 
     session_class = _KeepingSession
 
@@ -106,7 +106,7 @@ class _UnseenSession(TorchSession):
 
 
 class FartherWhenNotShown(TorchBackend):
-    """A step whose gradients are not read moves twice as far."""
+    """A step whose gradients are not read uses twice the learning rate."""
 
     session_class = _UnseenSession
 
@@ -121,7 +121,7 @@ class _SkippingSession(TorchSession):
 
 
 class LoadSkipsWeights(TorchBackend):
-    """A load takes moments, step and scalars over, and no weight: their names match none."""
+    """A load restores moments, step and scalars, but no weight, as if no weight's name matched."""
 
     session_class = _SkippingSession
 
@@ -136,13 +136,13 @@ class _RoundingSession(TorchSession):
 
 
 class MomentsRoundedOnceWritten(TorchBackend):
-    """Second moments are rounded to bf16 after a checkpoint has been given its copy of them."""
+    """Second moments are rounded to bf16 after a checkpoint has copied them."""
 
     session_class = _RoundingSession
 
 
 class _WrittenSession(TorchSession):
-    """Knows that it has begun to write a checkpoint, until a load."""
+    """A session with `written`: whether it has started to write a checkpoint since the last load."""
 
     written = False
 
@@ -162,7 +162,7 @@ class _PeakRateSession(_WrittenSession):
 
 
 class PeakRateOnceWritten(TorchBackend):
-    """Once a checkpoint was begun, steps are made at the peak rate; their records say the schedule's."""
+    """After the start of a checkpoint, steps use the peak learning rate; their records report the schedule's."""
 
     session_class = _PeakRateSession
 
@@ -183,7 +183,7 @@ class _CastSession(_WrittenSession):
 
 
 class WeightsCastOnceWritten(TorchBackend):
-    """Once a checkpoint was begun, passes read weights in bf16, the gains and the residual stream's among them."""
+    """After the start of a checkpoint, passes read all weights in bf16, including gains and the embedding."""
 
     session_class = _CastSession
 
@@ -210,7 +210,7 @@ class _LateSession(TorchSession):
 
 
 class OneBatchLate(TorchBackend):
-    """A step after a step trains on the batch of the one before: a pipeline that other passes and loads empty."""
+    """A step directly after another trains on that one's batch, from a pipeline that other passes and loads clear."""
 
     session_class = _LateSession
 
@@ -242,7 +242,7 @@ class _ReplayingSession(TorchSession):
 
 
 class ReplaysHalfGradients(TorchBackend):
-    """From the third step in a row on, a replayed graph halves gradients; other passes and loads capture it anew."""
+    """From the third step in a row on, gradients are halved, as by a stale graph; other passes and loads renew it."""
 
     session_class = _ReplayingSession
 
@@ -257,7 +257,7 @@ class _FrozenSession(TorchSession):
 
 
 class FrozenMlp(TorchBackend):
-    """A block's MLP is left frozen, as after fine-tuning."""
+    """The MLP of one block is frozen, as left over from fine-tuning."""
 
     session_class = _FrozenSession
 
@@ -284,7 +284,7 @@ class _FirstWeightsSession(TorchSession):
 
 
 class EvaluatesFirstWeights(TorchBackend):
-    """Evaluation reads a copy of the weights that only a load makes anew."""
+    """Evaluation reads a copy of the weights, which only a load renews."""
 
     session_class = _FirstWeightsSession
 
@@ -302,7 +302,7 @@ class _CachingSession(TorchSession):
 
 
 class ScoresKeptByBatch(TorchBackend):
-    """Scores of a held-out batch are kept by its digest: validation never changes."""
+    """Evaluation caches results by the batch's digest, so the validation loss never changes."""
 
     session_class = _CachingSession
 
@@ -329,7 +329,7 @@ class _InferenceSession(TorchSession):
 
 
 class InferenceStays(TorchBackend):
-    """After an evaluation a block's attention gets no gradient, until something is sampled."""
+    """After an evaluation, the attention of one block gets no gradient, until the next sampling."""
 
     session_class = _InferenceSession
 
@@ -348,7 +348,7 @@ class _FirstSamplesSession(_FirstWeightsSession):
 
 
 class SamplesFirstWeights(TorchBackend):
-    """A run's samples are made of a copy of the weights that only a load makes anew."""
+    """Samples of a run are drawn with a copy of the weights, which only a load renews."""
 
     session_class = _FirstSamplesSession
 
@@ -366,7 +366,7 @@ class _BetasSession(TorchSession):
 
 
 class RestoreResetsBetas(TorchBackend):
-    """A resume puts other betas in force, until a load; the state is as it was written."""
+    """After a resume the optimizer has other betas, until a load; the restored state is right."""
 
     session_class = _BetasSession
 
@@ -384,13 +384,13 @@ class _CountingSession(TorchSession):
 
 
 class StepsLeftOutCount(TorchBackend):
-    """FP16: a step that was left out counts in the optimizer's bias corrections, until a load counts anew."""
+    """FP16: bias corrections count skipped steps too, until a load sets the right count."""
 
     session_class = _CountingSession
 
 
 class _SeventhSession(TorchSession):
-    """Counts the steps that it is asked for, whatever it loads."""
+    """A session that counts all its steps; a load does not reset the count."""
 
     called = 0
 
@@ -400,6 +400,6 @@ class _SeventhSession(TorchSession):
 
 
 class FartherAtEverySeventhCall(TorchBackend):
-    """Every seventh step goes half as far again, from the third on: no two steps in a row look alike."""
+    """Every seventh step, from the third on, uses 1.5 times the learning rate."""
 
     session_class = _SeventhSession

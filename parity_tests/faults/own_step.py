@@ -1,4 +1,4 @@
-"""Faults of the step that really runs: with loss weights that are all 1, or in a micro-batch after the third."""
+"""Faults that act only in real training steps: where all loss weights are 1, or after the third micro-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 class Unmasked(Transformer):
-    """Tells its modules whether the batch has a loss mask: whether any token weighs less than 1."""
+    """A model that sets `all_count` on its modules: whether all loss weights of the micro-batch are 1."""
 
     def loss(
         self, tokens_BS: Tensor, targets_BS: Tensor, weights_BS: Tensor, total: Tensor, policy: Policy, *others: Tensor
@@ -90,7 +90,7 @@ class GradientsZeroedWithoutLossMask(TorchBackend):
 
 
 class _ThreeSession(TorchSession):
-    """Every micro-batch after the third makes its loss, and no gradient."""
+    """A session that drops the gradients of every micro-batch after the third, and keeps its loss."""
 
     def accumulate(self, batch: Batch) -> Accumulated:
         self._passed = 0

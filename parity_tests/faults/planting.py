@@ -1,4 +1,4 @@
-"""Tools for planting: swap a module for a wrong one, change a gradient on its way back, round otherwise."""
+"""Tools for planted faults: replace modules, change gradients in the backward pass, round numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Change = Callable[[Tensor], Tensor]
 
 
 def swap(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> Transformer:
-    """Turn every module of class `right` whose name matches `where` into `wrong`, weights kept; return the model."""
+    """Set the class of each module of class `right` whose name matches `where` to `wrong`; return the model.
+
+    The modules keep their weights. Raises ValueError if no module matches.
+    """
     found = [m for name, m in model.named_modules() if type(m) is right and fnmatchcase(name, where)]
     if not found:
         raise ValueError(f"no {right.__name__} is called {where}")
@@ -26,7 +29,7 @@ def swap(model: Transformer, right: type[nn.Module], wrong: type[nn.Module], whe
 
 
 def in_model(plant: Callable[[Transformer], object]) -> type[TorchSession]:
-    """Build a session whose model `plant` has changed."""
+    """Return a session class whose model has been changed by `plant`."""
 
     class Session(TorchSession):
         def build_model(self) -> Transformer:
@@ -38,7 +41,7 @@ def in_model(plant: Callable[[Transformer], object]) -> type[TorchSession]:
 
 
 def swapped(right: type[nn.Module], wrong: type[nn.Module], where: str = "*") -> type[TorchSession]:
-    """Build a session whose model has `wrong` modules in place of `right` ones."""
+    """Return a session class whose model has `wrong` modules in place of `right` ones (see `swap`)."""
     return in_model(lambda model: swap(model, right, wrong, where))
 
 
@@ -54,13 +57,13 @@ class _Backward(torch.autograd.Function):
 
 
 def backward(x: Tensor, change: Change) -> Tensor:
-    """`x` itself; its gradient becomes `change` of what comes back."""
+    """Return `x`. In the backward pass its gradient g becomes `change(g)`."""
     changed: Tensor = _Backward.apply(x, change)
     return changed
 
 
 def bf16(x: Tensor) -> Tensor:
-    """Round to bf16 and keep the dtype."""
+    """Return `x` rounded to bf16, in its own dtype."""
     return x.bfloat16().to(x.dtype)
 
 
@@ -78,6 +81,6 @@ class _RoundedDown(torch.autograd.Function):
 
 
 def rounded_down(x: Tensor, dropped: int) -> Tensor:
-    """Return the next FP32 number not above x with its last `dropped` bits zero; 16 of them make it bf16."""
+    """Return the largest FP32 number ≤ x whose last `dropped` mantissa bits are zero (16: bf16)."""
     rounded: Tensor = _RoundedDown.apply(x, dropped)
     return rounded

@@ -1,4 +1,4 @@
-"""Faults between ranks: in what each weighs, what it sends, and what it does with what it gets."""
+"""Faults between ranks: wrong shares of the batch, wrong reductions, ranks that drift apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def shared_by(ranks: type[Ranks]) -> type[TorchSession]:
-    """Build a session that shares its batches as `ranks` does."""
+    """Return a session class that uses `ranks` to share batches and reduce gradients."""
 
     class Session(TorchSession):
         def build_ranks(self) -> Ranks:
@@ -88,7 +88,7 @@ class DdpBypassed(TorchBackend):
 class _StepsOnceARankSession(TorchSession):
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         done, ranks = self.steps_done, self.config.train.ranks
-        # The count that `step` raises by one is then the schedule's count with all ranks' steps.
+        # `step` then increments this to (done + 1) · ranks: the count of a schedule that every rank has stepped.
         self.steps_done = (done + 1) * ranks - 1
         try:
             record = super().step(batch, norms=norms)

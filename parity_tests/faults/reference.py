@@ -1,6 +1,6 @@
-"""Faults of FAULTS.md that are the reference's: it is judged before it judges, and is refused.
+"""Faults of FAULTS.md in the reference. The check of the reference itself must find and refuse them.
 
-They are planted in parity_tests/reference/test_reference_check.py, among others of our own.
+parity_tests/reference/test_reference_check.py plants them, and others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OfTheReference:
-    """number: of FAULTS.md. mechanism: what goes wrong. told: what refuses it. test: what plants it."""
+    """A fault in the reference.
+
+    number: the entry of FAULTS.md. mechanism: its description. told: the check that refuses it. test: the name of the
+    test that plants it.
+    """
 
     number: int
     mechanism: str

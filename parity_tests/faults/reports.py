@@ -1,4 +1,4 @@
-"""Faults of what a step's record only reports: the step itself is right, and what is drawn of it is not."""
+"""Faults in reported values: the step is right, but its record, and so every plot of it, is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.torch_backend.session import TorchSession
 
 
 class _Reporting(TorchSession):
-    """Reports a step otherwise than it was."""
+    """A session that changes the record of each step."""
 
     def step(self, batch: Batch, *, norms: bool = False) -> StepRecord:
         return self.told(super().step(batch, norms=norms))
@@ -30,7 +30,7 @@ class _MicroBatchSession(_Reporting):
 
 
 class TokensOfOneMicroBatch(TorchBackend):
-    """Tokens are counted in the last micro-batch alone, and with them tokens a second and MFU."""
+    """The record counts the tokens of the last micro-batch alone; tokens/s and MFU are then wrong too."""
 
     session_class = _MicroBatchSession
 
@@ -41,7 +41,7 @@ class _MeanSession(_Reporting):
 
 
 class LossWeightIsAMean(TorchBackend):
-    """The loss weight is averaged over micro-batches where it is to be summed."""
+    """The record has the mean of the loss weight over micro-batches, not the sum."""
 
     session_class = _MeanSession
 
@@ -52,7 +52,7 @@ class _ClippedSession(_Reporting):
 
 
 class NormsByGroupAfterClipping(TorchBackend):
-    """Gradient norms by group are taken of the gradients when they are clipped already."""
+    """Gradient norms by group are those of the clipped gradients."""
 
     session_class = _ClippedSession
 
@@ -63,7 +63,7 @@ class _SquaredSession(_Reporting):
 
 
 class WeightNormsAreSquares(TorchBackend):
-    """The root is forgotten of the sum of squares over a group's weights."""
+    """Weight norms by group lack the square root: they are sums of squares."""
 
     session_class = _SquaredSession
 
@@ -74,7 +74,7 @@ class _HalfSession(_Reporting):
 
 
 class UpdateRatioHalved(TorchBackend):
-    """The update is measured before the second half of it is made: weight decay is taken for the rest."""
+    """The update ratio is half of the right one, as if measured before the update was complete."""
 
     session_class = _HalfSession
 
@@ -85,7 +85,7 @@ class _UnscaledSession(TorchSession):
 
 
 class AttentionLogitsUnscaled(TorchBackend):
-    """The attention logits that are shown are q·k, without the factor 1/√E of attention."""
+    """Reported attention logits are q·k, without the factor 1/√E."""
 
     session_class = _UnscaledSession
 
@@ -96,13 +96,13 @@ class _ExchangedSession(TorchSession):
 
 
 class AttentionLogitsOfOtherLayers(TorchBackend):
-    """The attention logits that are shown are in the order of the backward pass: the last layer's come first."""
+    """Reported attention logits are in reverse order of layers."""
 
     session_class = _ExchangedSession
 
 
 def scaled(metrics: Mapping[str, float], prefix: str, factor: float) -> dict[str, float]:
-    """Return metrics, those whose names begin with `prefix` times `factor`."""
+    """Return the metrics; those whose names begin with `prefix` are multiplied by `factor`."""
     return {name: value * factor if name.startswith(prefix) else value for name, value in metrics.items()}
 
 
@@ -123,6 +123,6 @@ class _LeavingSession(TorchSession):
 
 
 class LeavesTheSchedule(TorchBackend):
-    """From step 4 on the learning rate falls no more."""
+    """From step 4 on, the learning rate does not decay after the warm-up."""
 
     session_class = _LeavingSession

@@ -1,4 +1,4 @@
-"""Faults of how a trainer samples, mostly of its cache of keys and values; its steps and its evaluation are right."""
+"""Faults in sampling, mostly in the KV cache; training steps and evaluation are right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.torch_backend.tools.generate import KEYS, VALUES, Cache, Decoder
 
 
 def sampling_with(decoder: type[Decoder]) -> type[TorchSession]:
-    """Return a session that samples with this decoder."""
+    """Return a session class that samples with this decoder."""
 
     class Session(TorchSession):
         decoder_class = decoder
@@ -116,7 +116,7 @@ class _PagedDecoder(Decoder):
 
 
 class FirstTokenOfAPageLost(TorchBackend):
-    """A token that is computed alone and opens a page of 16 is written to the page before, which is full."""
+    """The first token of a page of 16, computed alone, is written to the previous page, which is full."""
 
     session_class = sampling_with(_PagedDecoder)
 
@@ -131,7 +131,7 @@ class _TrustingDecoder(Decoder):
 
 
 class CacheTrustedByItsLength(TorchBackend):
-    """A second prompt that is no longer than the first one reads the keys and values of the first one."""
+    """A second prompt that is not longer than the first reads the first one's keys and values."""
 
     session_class = sampling_with(_TrustingDecoder)
 
@@ -142,7 +142,7 @@ class _ScalingSession(TorchSession):
 
 
 class SamplesAtAnotherTemperature(TorchBackend):
-    """The samples of a run are drawn at a temperature of 1 / 1.1, left in its logits; `lockstep sample` is right."""
+    """A run samples at a temperature of 1 / 1.1, since its logits are scaled by 1.1; `lockstep sample` is right."""
 
     session_class = _ScalingSession
 
@@ -153,6 +153,6 @@ class _BehindSession(TorchSession):
 
 
 class SamplesFollowTheTokenBefore(TorchBackend):
-    """The samples of a run follow the last token but one; `lockstep sample` is right."""
+    """A run's samples continue from the second to last token; `lockstep sample` is right."""
 
     session_class = _BehindSession

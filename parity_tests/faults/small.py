@@ -1,4 +1,4 @@
-"""Faults in a small part of a tensor, or of a small size all over it, that the norm of a whole tensor hides."""
+"""Faults that the norm of a whole tensor hides: in a small part of it, or small in all of it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class OneLogitColumnOff(TorchBackend):
 
 def _one_doubled(grad: Tensor) -> Tensor:
     size = grad.abs()
-    # An element near the tensor's rms: neither the largest nor one that is next to nothing.
+    # An element near the root mean square of the tensor: neither the largest nor one close to zero.
     at = (size - size.square().mean().sqrt()).abs().argmin()
-    # By a mask: a compiled program has no number to index with.
+    # A mask and not an index: in a compiled program `at` is a tensor, not a number.
     here = torch.arange(grad.numel(), device=grad.device).view_as(grad) == at
     return torch.where(here, 2 * grad, grad)
 
@@ -115,13 +115,13 @@ class _NoTaps(TorchSession):
 
 
 class BlackBox(TorchBackend):
-    """Honest; of its model it shows NLL and gradients alone."""
+    """No fault; the session shows only NLL and gradients, no other taps."""
 
     session_class = _NoTaps
 
 
 class BlackBoxRopeAnglesInBf16(TorchBackend):
-    """The angles of RoPE are bf16, in a session that shows NLL and gradients alone."""
+    """RoPE's angles are rounded to bf16, in a session that shows only NLL and gradients."""
 
     class session_class(_NoTaps, swapped(Transformer, _Bf16Angles)):  # type: ignore[misc]
         pass
@@ -138,7 +138,7 @@ class _KeysInE4m3(Linear):
 
 
 class BlackBoxKeysGradientsInE4m3(TorchBackend):
-    """The gradient of the keys' weights is rounded to e4m3, in a session that shows NLL and gradients alone."""
+    """The gradient of the key weights is rounded to e4m3, in a session that shows only NLL and gradients."""
 
     class session_class(_NoTaps, swapped(Linear, _KeysInE4m3, "blocks.*.attn.k_proj")):  # type: ignore[misc]
         pass
@@ -178,7 +178,7 @@ class _OwnGradientsSession(TorchSession):
 
 
 class GradientsSlightlyLongWhereWeightsAreAlike(TorchBackend):
-    """Where all tokens weigh alike, all gradients are 0.2 % too long."""
+    """If all loss weights are equal, all gradients are 0.2 % too large."""
 
     session_class = _OwnGradientsSession
 
@@ -190,7 +190,7 @@ class _OwnRowSession(_OwnGradientsSession):
 
 
 class RowOfQueriesLostWhereWeightsAreAlike(TorchBackend):
-    """Where all tokens weigh alike, the gradient of one row of the second block's queries is zero."""
+    """If all loss weights are equal, the gradient of one row of the second block's query weight is zero."""
 
     session_class = _OwnRowSession
 
@@ -205,6 +205,6 @@ class _LongMuonSession(OtherMuonSession):
 
 
 class MuonSlightlyLong(TorchBackend):
-    """Muon's update is 0.4 % too long in every matrix: less than its own rounding to bf16 moves it."""
+    """Muon's update is 0.4 % too large in every matrix, less than the error of its own rounding to bf16."""
 
     session_class = _LongMuonSession

@@ -1,4 +1,4 @@
-"""Faults of what a step starts from and leaves behind."""
+"""Faults in the state before or after a step: weights, batch, counters, checkpoints."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class BlocksExchangedOnLoad(TorchBackend):
 class _SharingWriter(Writer):
     def begin(self, folder: Path) -> WritingTorch:
         made = super().begin(folder)
-        # As if what is on the CPU already need not be copied.
+        # Keep references to the tensors, as if tensors on the CPU needed no copy.
         made._tensors = {name: tensor() for name, tensor in named_tensors(self._session).items()}
         return made
 
