@@ -1,6 +1,7 @@
-"""torch's fused AdamW and Adam as their CUDA kernels compute, on the CPU.
+"""Compute torch's fused AdamW and Adam on the CPU with the roundings of their CUDA kernels.
 
-On an H200 AdamW had the kernel's bits (parity_tests/gpu/test_watch.py); Adam with decay in the gradient had not all.
+On an H200, AdamW was equal to the kernel bit for bit (parity_tests/gpu/test_watch.py). Adam with weight decay was not
+equal in all bits.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from lockstep.torch_backend.optim import fused_adam_in_fp32
 
 
 def _float(x: Any) -> float:
-    """Round a number to FP32."""
+    """Return a number rounded to FP32."""
     return float(torch.tensor(float(x), dtype=torch.float32))
 
 
 def in_fp32(decoupled: bool, beta2_off: float = 0.0) -> Callable[..., None]:
-    """Return a stand-in for `torch._fused_adamw_` (decoupled) or `torch._fused_adam_`. beta2_off: a fault."""
+    """Return a replacement for `torch._fused_adamw_` (decoupled) or `torch._fused_adam_`.
+
+    beta2_off: a planted fault, added to β₂.
+    """
 
     def step(
         params: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
@@ -61,7 +65,7 @@ def in_fp32(decoupled: bool, beta2_off: float = 0.0) -> Callable[..., None]:
 
 @contextmanager
 def fused_on_cuda(monkeypatch: pytest.MonkeyPatch, beta2_off: float = 0.0) -> Any:
-    """Let torch's fused Adam and AdamW on the CPU compute as those on CUDA do."""
+    """Replace torch's fused Adam and AdamW on the CPU by `in_fp32` inside a `with` block."""
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_fused_adamw_", in_fp32(True, beta2_off))
         patch.setattr(torch, "_fused_adam_", in_fp32(False, beta2_off))

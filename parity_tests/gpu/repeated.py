@@ -1,6 +1,7 @@
-"""Deterministic steps on CUDA, each twice, in a process of its own: cuBLAS reads its workspaces once, at its start.
+"""Run deterministic steps on CUDA twice and compare them bit for bit.
 
-Prints a JSON line a program: its name, and what was not the same bits, or why it was left out.
+A process of its own is needed, since cuBLAS reads the workspace setting once, when it is initialised. Prints one JSON
+line per program: its name, and the difference, or the reason why this machine cannot run it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"name": "muon"}},
     "adamw8bit torchao": {"optim": {"name": "adamw8bit"}},
     "adamw8bit bitsandbytes": {"optim": {"name": "adamw8bit", "eight_bit": "bitsandbytes"}},
-    # Between 1,024 and 3,072 tokens a micro-batch the kernel of the embedding's gradient would race.
+    # With 1,024 to 3,072 tokens per micro-batch, torch's kernel of the embedding's gradient has a race.
     "embedding": {"train": {"micro_batch_size": 32, "batch_size": 32}},
 }
 STEPS = 3
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
-    """Build the tiny model on CUDA, deterministic, with these settings."""
+    """Return the configuration of the tiny model on CUDA, deterministic, with these settings."""
     changes = dict(changes)
     config = tiny_config(changes.pop("policy", "bf16"), hidden=256, train=changes.pop("train", None))
     classes = {"attention": AttentionConfig, "loss": LossConfig, "compile": CompileConfig}
@@ -56,7 +57,7 @@ def config_of(changes: dict[str, Any]) -> RunConfig:
 
 
 def left_out(config: RunConfig) -> str | None:
-    """Why this machine cannot run it; None if it can."""
+    """Return the reason why this machine cannot run `config`; None if it can."""
     if config.precision.fp8 and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
         return "no FP8 tensor cores"
     if config.loss.head == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
@@ -70,20 +71,20 @@ def left_out(config: RunConfig) -> str | None:
 
 
 def trained(config: RunConfig) -> tuple[list[Any], State]:
-    """Return records and state after some steps, from the initial weights; the first step is proven before."""
+    """Return the records and the final state of STEPS steps, after the proof that a deterministic run needs."""
     session = TorchBackend().open(config)
     prove(config, session, text_batch(config, 0), 1)
     return [session.step(text_batch(config, step)) for step in range(STEPS)], session.state()
 
 
 def same(one: State, other: State) -> bool:
-    """Return whether weights and moments are the same bits."""
+    """Return whether weights and moments are equal bit for bit."""
     trees = [(one.params, other.params), *((one.optimizer[k], other.optimizer[k]) for k in one.optimizer)]
     return all(a[name].tobytes() == b[name].tobytes() for a, b in trees for name in a)
 
 
 def found(changes: dict[str, Any]) -> dict[str, str]:
-    """`skipped`, `wrong` or nothing."""
+    """Return {"skipped": reason}, {"wrong": what differs}, or {} if both runs are equal bit for bit."""
     config = config_of(changes)
     if why := left_out(config):
         return {"skipped": why}

@@ -1,4 +1,4 @@
-"""Trainers that meet with a fault in the midst of a run. Each rank, and each command, opens them by name."""
+"""Trainers with a fault in step AT_STEP. Commands, and every rank, open them by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_STEP = 3
 
 
 class _Session(TorchSession):
-    """The fault is of one step, and of one rank (0 where there is but one)."""
+    """A session with `here`: whether this is the step and the rank of the fault (rank 0 if there is only one)."""
 
     of_rank = 1
 
@@ -34,7 +34,7 @@ class _NanLoss(_Session):
 
 
 class NanLoss(TorchBackend):
-    """A loss that is NaN, and with it every gradient."""
+    """The loss is NaN, and so is every gradient."""
 
     session_class = _NanLoss
 
@@ -61,7 +61,7 @@ handles: list[torch.utils.hooks.RemovableHandle] = []
 
 
 class InfGradient(TorchBackend):
-    """One parameter's gradient is infinite; the loss is as it should be."""
+    """One parameter's gradient is infinite; the loss is right."""
 
     session_class = _InfGradient
 
@@ -72,7 +72,7 @@ class _Overflows(TorchSession):
 
 
 class Overflows(TorchBackend):
-    """Gradients that FP32 holds and FP16 does not."""
+    """Gradients are too large for FP16, but not for FP32."""
 
     session_class = _Overflows
 
@@ -96,7 +96,7 @@ class _Stopped(_Session):
 
 
 class IsStopped(TorchBackend):
-    """SIGSTOP to the second rank."""
+    """The second rank stops itself by SIGSTOP."""
 
     session_class = _Stopped
 

@@ -1,4 +1,4 @@
-"""Folders of runs on a tiny data set, as the tests of the loop have them."""
+"""Folders of runs on a tiny data set: the fixtures of parity_tests/loop."""
 
 from lockstep.parity_tests.loop.conftest import folder, straight, text, tokens
 

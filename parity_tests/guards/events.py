@@ -1,4 +1,4 @@
-"""Something that happens to a run, before one of its steps, in the process that trains."""
+"""Events before a step of a run, in the training process: signals, failures of the disk, waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_SPACE, QUOTA, BROKEN = errno.ENOSPC, errno.EDQUOT, errno.EIO
 
 
 def before_steps(monkeypatch: pytest.MonkeyPatch, events: Mapping[int, Callable[[], object]]) -> None:
-    """Call each event once, before its step of the torch trainer."""
+    """Call each event once, before the step of the torch trainer that is its key."""
     left = dict(events)
     step = TorchSession.step
 
@@ -30,12 +30,12 @@ def before_steps(monkeypatch: pytest.MonkeyPatch, events: Mapping[int, Callable[
 
 
 def written(run: Path, step: int) -> None:
-    """Wait for a checkpoint, which is written while the run goes on."""
+    """Wait until the checkpoint of a step is complete; a thread writes it during the next steps."""
     there(run / "checkpoints" / f"step_{step:06d}")
 
 
 def there(path: Path) -> None:
-    """Wait for what a thread of the run writes."""
+    """Wait until `path` exists; fail after 60 s."""
     until = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < until
@@ -43,7 +43,7 @@ def there(path: Path) -> None:
 
 
 def settled(run: Path) -> None:
-    """Wait until no checkpoint and no evidence is being written."""
+    """Wait until the run writes no checkpoint and no evidence; fail after 60 s."""
     until = time.monotonic() + 60
     while any((run / "checkpoints").glob(".step_*")) or any((run / "evidence").glob(".*.tmp")):
         assert time.monotonic() < until
@@ -51,7 +51,7 @@ def settled(run: Path) -> None:
 
 
 def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
-    """One call of all these."""
+    """Return a function that calls all of `calls` in order."""
 
     def all_of_them() -> None:
         for call in calls:
@@ -61,12 +61,15 @@ def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def path_of(descriptor: int) -> str:
-    """Return the path that a descriptor was opened by, as Linux reports it."""
+    """Return the path of an open file descriptor, from Linux's /proc."""
     return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 class Refusing:
-    """A disk that refuses with `number` to write, flush or make anything whose path has `part` in it, while `on`."""
+    """Make the disk fail while `on`: `write`, `fsync` and `mkdir` on paths that contain `part` raise errno `number`.
+
+    Every second write succeeds in part, as on a disk that becomes full.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
         self._part, self._number = part, number
@@ -80,7 +83,7 @@ class Refusing:
         self.on = on
 
     def refused(self) -> None:
-        """Wait until it has refused something: threads of the run write too."""
+        """Wait for the first failure, which may occur in another thread; fail after 60 s."""
         until = time.monotonic() + 60
         while not self.failures:
             assert time.monotonic() < until
@@ -94,7 +97,7 @@ class Refusing:
         def refusing(descriptor: int, *data: Any) -> Any:
             if self.on and self._part in path_of(descriptor):
                 self.asked += 1
-                if data and self.asked % 2 and len(data[0]) > 1:  # a part of it still fits
+                if data and self.asked % 2 and len(data[0]) > 1:  # as if the disk had space for a part of it
                     return call(descriptor, data[0][: len(data[0]) // 2])
                 raise self._failure()
             return call(descriptor, *data)
@@ -112,7 +115,7 @@ class Refusing:
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
-    """Write a file that fills a small disk but for `leave` bytes."""
+    """Write a file that leaves only `leave` bytes free on a small disk; return its path."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         try:

@@ -1,4 +1,4 @@
-"""Run directories, capsules and spikes as a stranger would send them: whole, sealed anew, and with a program inside."""
+"""Run directories, capsules and spikes from an attacker: complete, with valid digests, and with a program inside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.core.train.spikes import SCHEMA
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 
 RAN = "ran"
-# Leaves a file beside itself when it is run, whether as a module or by a pickle.
+# Running this program, as a module or from a pickle, creates the file RAN beside it.
 PROGRAM = f"""
 from pathlib import Path
 
@@ -32,7 +32,7 @@ CONFIG = tiny_config("bf16", train={"sequence_length": 32})
 
 
 class Runs:
-    """Leaves a file at `path` when it is unpickled."""
+    """An object whose unpickling creates a file at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,13 +42,13 @@ class Runs:
 
 
 def plant(folder: Path, name: str = "mine.py") -> str:
-    """Write a program into `folder`; return the text that names it as a backend."""
+    """Write a program into `folder`; return its name as a backend, `FILE.py:NAME`."""
     (folder / name).write_text(PROGRAM)
     return f"{folder / name}:Mine"
 
 
 def ran(folder: Path) -> bool:
-    """Return whether a program was run that was planted anywhere below `folder`; forgets it."""
+    """Return whether a planted program below `folder` was run, and delete its mark."""
     found = list(folder.rglob(RAN))
     for path in found:
         path.unlink()
@@ -56,14 +56,14 @@ def ran(folder: Path) -> bool:
 
 
 def planted_run(made: Path, path: Path, **info: Any) -> Path:
-    """Copy a run and add a program that its run.json names as its backend."""
+    """Copy a run, and add a program that its run.json names as the backend; return the copy."""
     shutil.copytree(made, path)
     write_info(path / "run.json", {**read_info(path / "run.json"), "backend": plant(path), **info})
     return path
 
 
 def planted_spike(run: Path, step: int) -> Path:
-    """Write a loss spike of a run, as core/spikes.py writes one."""
+    """Write a loss spike of a run, in the format of core/train/spikes.py."""
     made = RunDir.open(run)
     batch = text_batch(made.config, step)
     folder = run / "spikes" / checkpoint.folder_name(step)
@@ -75,7 +75,10 @@ def planted_spike(run: Path, step: int) -> Path:
 
 
 def planted_capsule(path: Path, config: RunConfig = CONFIG, candidate: Any = None, **files: bytes) -> Path:
-    """Write a capsule with a program that its about.json names as candidate. files: in place of its own, by stem."""
+    """Write a capsule with a program that its about.json names as the candidate.
+
+    files: contents that replace the capsule's own files, by the name without its ending.
+    """
     state = rerun.initial_state(config)
     batch = text_batch(config)
     record = StepRecord(1, 5.0, 128.0, 1e-3, 1.0, 0.25, batch.digest(), 128)
@@ -105,13 +108,13 @@ def planted_capsule(path: Path, config: RunConfig = CONFIG, candidate: Any = Non
 
 
 def seal_capsule(path: Path, about: Mapping[str, Any]) -> None:
-    """Write about.json with the seal that it must have."""
+    """Write about.json with a valid seal (digest)."""
     body = {key: value for key, value in about.items() if key != "seal"}
     (path / capsule.ABOUT).write_text(json.dumps({**body, "seal": capsule._seal(body)}))
 
 
 def seal_checkpoint(folder: Path, **changes: Any) -> None:
-    """Write a checkpoint's manifest anew, for the files that lie there now."""
+    """Write a checkpoint's manifest again, for the files that are in the folder now."""
     body = {key: value for key, value in json.loads((folder / checkpoint.MANIFEST).read_text()).items()}
     del body["sha256"]
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != checkpoint.MANIFEST]

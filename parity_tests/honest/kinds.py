@@ -1,4 +1,4 @@
-"""Honest pairs: a library's or a kernel-like function beside the plain one, on inputs of a seed."""
+"""Honest pairs: a library's function, or one that computes like a kernel, and a plain one, with random inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ALL = ("bf16", "fp16", "fp32")
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least FP32, as a kernel computes between reading and writing; FP64 stays."""
+    """Return `x` in FP32, in which a kernel computes internally; FP64 stays FP64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`mine` and `plain`, and inputs; FP32's too, where `dtypes` has it."""
+    """A pair of functions, `mine` and `plain`, with their inputs and the dtypes in which to compare them."""
 
     mine: Callable[..., Any]
     plain: Callable[..., Any]
@@ -35,7 +35,10 @@ class Kind:
 
 
 def normal(*shapes: tuple[int, ...], spread: float = 0.0) -> Inputs:
-    """Draw normal numbers; with a spread, each row of the last axis has a scale of its own, log-normal."""
+    """Return a function that draws normal arrays of these shapes.
+
+    spread: the standard deviation of the logarithm of a random scale per row (last axis); 0: no scale.
+    """
 
     def draw(generator: torch.Generator) -> list[Tensor]:
         found = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -77,7 +80,7 @@ def layer_norm_of_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def welford(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Layer norm by blocks of columns, whose means and variances are joined one after another, in FP32."""
+    """Compute layer norm in FP32 from blocks of 16 columns, whose means and variances are merged one by one."""
     rows = wide(x)
     count, mean, power = 0, rows.new_zeros(*x.shape[:-1], 1), rows.new_zeros(*x.shape[:-1], 1)
     for block in rows.split(16, -1):
@@ -104,7 +107,7 @@ def rms_norm_of_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm_of_llama(x: Tensor, weight: Tensor) -> Tensor:
-    """As Hugging Face's: normalised in FP32, rounded, and then multiplied."""
+    """Compute RMS norm as Hugging Face's Llama does: normalise in FP32, round, then multiply by the weight."""
     rows = wide(x)
     return weight * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
@@ -144,7 +147,7 @@ def swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def split_k(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a product whose inner axis is cut into pieces that are summed in FP32 in another order."""
+    """Compute a matrix product whose inner axis is split; the parts are added in FP32, in another order."""
     pieces = [wide(x) @ wide(y) for x, y in zip(a.split(24, -1), b.split(24, -2), strict=True)]
     return sum(reversed(pieces), torch.zeros_like(pieces[0])).to(a.dtype)
 

@@ -1,7 +1,7 @@
-"""Run by hand: what docs/guide/assert_honest.md counts.
+"""Measure the figures of docs/guide/assert_honest.md; run by hand.
 
 python -m lockstep.parity_tests.honest.many clean 12 [KIND …]    honest pairs on 12 seeds: false alarms
-python -m lockstep.parity_tests.honest.many close                honest and wrong pairs beside assert_close
+python -m lockstep.parity_tests.honest.many close                the verdicts of torch.testing.assert_close
 python -m lockstep.parity_tests.honest.many effects              the smallest fault that is found
 """
 
@@ -36,7 +36,7 @@ SEEDS = 5
 
 
 def report_of(kind: Kind, dtype: str, seed: int) -> Report:
-    """Return the report, honest or not."""
+    """Return the report of a pair on inputs of one seed."""
     try:
         return assert_honest(kind.mine, kind.plain, inputs_of(kind, seed), dtype, seed=seed, **kind.options)
     except NotHonest as found:
@@ -44,7 +44,7 @@ def report_of(kind: Kind, dtype: str, seed: int) -> Report:
 
 
 def clean(seeds: int, names: Sequence[str]) -> None:
-    """Count honest pairs that are accused; print the largest share of each bound that they take."""
+    """Print the number of false alarms on honest pairs, and the largest share of each bound that they reach."""
     made, wrong = 0, Counter[str]()
     for name in names or list(KINDS):
         for dtype in KINDS[name].dtypes:
@@ -65,7 +65,7 @@ def clean(seeds: int, names: Sequence[str]) -> None:
 
 
 def close() -> None:
-    """Count results that torch.testing.assert_close would let through, of honest and of wrong pairs."""
+    """Print how many results of honest and of wrong pairs torch.testing.assert_close accepts."""
     for dtype in ALL:
         honest = [one for kind in KINDS.values() if dtype in kind.dtypes for one in report_of(kind, dtype, 0).results]
         wrong = [
@@ -82,7 +82,7 @@ def close() -> None:
 
 
 def effects() -> None:
-    """Print each fault's smallest effect on the first gradient that is found on every one of SEEDS seeds."""
+    """Print, for each fault of the first gradient, the smallest size that is found with all of SEEDS seeds."""
     pairs: dict[str, tuple[Callable[..., Tensor], Inputs]] = {
         "RMS norm": (rms_norm, normal((5, 33, 64), (64,))),
         "RMS norm, one rounding": (rms_norm_wide, normal((5, 33, 64), (64,))),

@@ -1,4 +1,4 @@
-"""Wrong pairs: kernels with one planted fault each, beside the plain function."""
+"""Wrong pairs: kernels with one planted fault each, and the plain function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.parity_tests.honest.kinds import (
 
 
 class With(torch.autograd.Function):
-    """A right forward whose gradients a function of them replaces."""
+    """Compute `function`, and replace its gradients g by `change(*g)` in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], change: Callable[..., Any], *inputs: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention whose last row leaves out its own token."""
+    """Compute causal attention; the last query wrongly does not see its own token."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     ahead[-1, -1] = True
@@ -86,13 +86,13 @@ def one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def truncated(x: Tensor) -> Tensor:
-    """Round toward zero, as a conversion by dropping bits does."""
+    """Return 1.7·x, rounded toward zero by clearing the low bits instead of to nearest."""
     exact = wide(x) * 1.7
     return (exact.view(torch.int32) & -65536).view(torch.float32).to(x.dtype)
 
 
 def strides_ignored(x: Tensor) -> Tensor:
-    """Read memory as if it were contiguous."""
+    """Return a copy of `x` that reads its memory as if it were contiguous."""
     return torch.as_strided(x, x.shape, (x.shape[1], 1)) * 1.0
 
 
@@ -125,9 +125,10 @@ def table_and_ids(generator: torch.Generator) -> list[Tensor]:
 
 NORM = normal((5, 33, 64), (64,))
 
-# A gradient of a weight sums over many rows, and little may be left of it.
+# These gradients may show a fault or hide it: in a weight's gradient, a sum over many rows, faults may cancel.
 MAY = {"grad weight", "grad x"}
-# Kind, and results that must be accused; nothing else may be, but what MAY names where a fault stands in MANY.
+# Name → pair, and the results that must be reported as wrong. No other result may be, except those of MAY for faults
+# whose names begin with one of MANY.
 MANY = ("an epsilon", "RMS norm in bf16")
 WRONG: dict[str, tuple[Kind, set[str]]] = {
     "GELU by tanh": (

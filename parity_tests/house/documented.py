@@ -1,14 +1,14 @@
-"""Commands of a page as it shows them, with the marks beside them, and a folder in which they run as they stand.
+"""Read the commands of a documentation page and their marks, and make a folder in which they run unchanged.
 
-A mark is an HTML comment above a block. Readers of the page do not see it; readers of its source do.
+A mark is an HTML comment above a block, which the rendered page does not show:
 
-    <!-- not run, needs a GPU: lockstep train configs/rollout/h100x1.toml -->   the commands that begin so
-    <!-- not run, takes hours -->                                               all of the block
-    <!-- ends 1: lockstep parity -->                                            the exit code, 0 without a mark
-    <!-- until Ctrl-C: lockstep report --watch -->                              ended after its first line
-    <!-- output of another run -->                                              what is shown is an example
-    <!-- output -->                                                             of the last command, in its own block
-    <!-- file mine.py -->                                                       the block is a file that commands read
+    <!-- not run, needs a GPU: lockstep train configs/rollout/h100x1.toml -->   skip commands that begin so
+    <!-- not run, takes hours -->                                               skip all commands of the block
+    <!-- ends 1: lockstep parity -->                                            expect exit code 1, not 0
+    <!-- until Ctrl-C: lockstep report --watch -->                              interrupt after the first line
+    <!-- output of another run -->                                              do not compare the output
+    <!-- output -->                                                             the block is the last command's output
+    <!-- file mine.py -->                                                       the block is a file, which is written
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REASONS = (
     "names are yours",
     "has a test of its own",
 )
-# The programs whose names begin a command; a block that begins otherwise shows something else.
+# A line that begins with one of these programs is a command. A block that begins otherwise shows something else.
 PROGRAMS = ("bash", "lockstep", "mkdocs", "pip", "pipx", "pytest", "python", "torchrun", "uv")
 _BLOCK = re.compile(
     r"^ *<!-- (?P<mark>[^\n]*?) -->|^(?P<margin> *)```(?P<language>[\w-]*)[^\n]*\n(?P<fence>.*?)^(?P=margin)```"
@@ -53,7 +53,7 @@ _BEGINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS)})(?= |$)")
 
 @dataclass(frozen=True)
 class Command:
-    """Hold a command as it stands, how it is to end, and the lines of output that the page shows below it."""
+    """A command of a page, its expected end, and the lines of output that the page shows below it."""
 
     line: str
     ends: int = 0
@@ -64,19 +64,19 @@ class Command:
 
 @dataclass
 class Page:
-    """Hold the commands of a page in its order, the files that it shows, and what is wrong with its marks."""
+    """The commands of a page in order, the files that it shows, and the mistakes in its marks."""
 
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
     def skipped(self) -> Counter[str]:
-        """Count the commands that do not run, by their reasons."""
+        """Return the number of commands that are not run, by reason."""
         return Counter(one.skipped for one in self.commands if one.skipped)
 
 
 def read_page(text: str) -> Page:
-    """Return the commands of a page with what its marks set. A mark belongs to the next block."""
+    """Return the commands of a page, with their marks applied. A mark applies to the next block."""
     page, marks = Page(), list[str]()
     for found in _BLOCK.finditer(text):
         if found["mark"] is not None:
@@ -103,7 +103,7 @@ def read_page(text: str) -> Page:
 
 
 def _commands(lines: list[str]) -> list[Command]:
-    """Return the commands of a block. Where one begins with `$ `, the other lines are output."""
+    """Return the commands of a block. If a line begins with `$ `, lines that do not are output."""
     joined = "\n".join(lines).replace("\\\n", " ").splitlines()
     with_output = any(line.startswith("$ ") for line in joined)
     found = list[Command]()
@@ -122,7 +122,7 @@ def _commands(lines: list[str]) -> list[Command]:
 
 
 def _marked(mark: str, commands: list[Command], mistakes: list[str]) -> list[Command]:
-    """Return the commands with what one mark sets on those that it names."""
+    """Return the commands with one mark applied to those that it names; append errors to `mistakes`."""
     kind, _, named = mark.partition(": ")
     chosen = [at for at, one in enumerate(commands) if one.line.startswith(named)]
     changes: dict[str, object]
@@ -146,12 +146,12 @@ def _marked(mark: str, commands: list[Command], mistakes: list[str]) -> list[Com
 
 
 def skeleton(line: str) -> str:
-    """Return a line without what differs from run to run: each number is #, each run of spaces is one."""
+    """Return a line with each number as # and each run of spaces as one, since these differ between runs."""
     return " ".join(re.sub(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", "#", line).split())
 
 
 def missing(shown: tuple[str, ...], printed: str) -> list[str]:
-    """Return the lines that a page shows and that were not printed. `…` stands for anything."""
+    """Return the lines that a page shows and that were not printed. `…` in a line matches any text."""
     there = [skeleton(line) for line in printed.splitlines()]
     absent = []
     for line in filter(lambda each: each.strip(" …"), shown):
@@ -164,8 +164,8 @@ def missing(shown: tuple[str, ...], printed: str) -> list[str]:
 
 # The folder
 
-# Settings that are smaller there than in the repository, by run file. All others are as they stand: steps, intervals of
-# checks and checkpoints, precision.
+# By run file, the settings that are smaller in the folder than in the repository. All others stay the same: steps,
+# intervals of checks and checkpoints, precision.
 SMALLER = {
     "configs/quickstart.toml": {
         "vocab_size": "300",
@@ -190,20 +190,20 @@ SMALLER = {
         "curriculum": '"32:0.9, 64:0.1"',
     },
 }
-# Settings that the smaller files have besides: a small text, and eager programs, since a compiler takes a minute.
+# Settings that are added to these files: a small text as data, and eager programs, since compiling takes a minute.
 ADDED = {
     "configs/quickstart.toml": {"data": 'source = "TEXT"\nval_fraction = 0.2', "compile": "enabled = false"},
     "configs/rollout/laptop.toml": {"data": 'source = "TEXT"\nval_fraction = 0.2', "compile": "enabled = false"},
 }
-# Words that are added to the commands that begin so: a sweep trains its model many times.
+# Beginning of a command → arguments that are added to it. A sweep trains its model many times.
 FEWER_STEPS = {"lockstep sweep ": "--train.steps 4 --optim.warmup-steps 1 --eval.every 2 --parity.every 0"}
 _SETUP = "#!/usr/bin/env bash\nexit 0 # the tests' own environment is in .venv\n"
 
 
 def smaller(name: str, source: Path) -> str:
-    """Return the text of a run file with the numbers of SMALLER and the lines of ADDED. source: the text to train on.
+    """Return the text of a run file with the settings of SMALLER and ADDED. source: the text data to train on.
 
-    Raises AssertionError if the file has no such setting any more.
+    Raises AssertionError if the run file lacks one of these settings.
     """
     text = (REPO / name).read_text(encoding="utf-8")
     for key, value in SMALLER[name].items():
@@ -218,13 +218,13 @@ def smaller(name: str, source: Path) -> str:
 
 
 def write_folder(folder: Path) -> Path:
-    """Make the folder in which a reader types the commands: the repository, with smaller run files and a small text.
+    """Make a folder like the repository, with smaller run files and a small text, in which the commands run.
 
-    `my_texts` is there too, for pages that tell the reader to bring his own.
+    It also contains `my_texts`, for pages that use the reader's own texts.
     """
     folder.mkdir(parents=True)
     (folder / "parity_tests").symlink_to(REPO / "parity_tests")
-    for name in ("docs/examples", "docs/results/incident"):  # copies: a command of a page writes there
+    for name in ("docs/examples", "docs/results/incident"):  # copied, not linked: a command writes there
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted((REPO / "configs").rglob("*.toml")):
         name = file.relative_to(REPO).as_posix()
@@ -253,20 +253,20 @@ def write_folder(folder: Path) -> Path:
 
 
 def scaled(line: str) -> str:
-    """Return a command with the words of FEWER_STEPS; a comment at its end stays out."""
+    """Return a command with the arguments of FEWER_STEPS, and then without a comment at its end."""
     begin = next((each for each in FEWER_STEPS if line.startswith(each)), None)
     return f"{line.partition('  #')[0]} {FEWER_STEPS[begin]}" if begin else line
 
 
 def in_process(command: Command) -> list[str] | None:
-    """Return the words of a command that the tests' process can run itself, or None: a shell must run it."""
+    """Return the arguments of a `lockstep` command that can run in this process, or None if it needs a shell."""
     if command.until_interrupt or re.search(r"[|&;<>$*]", re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", command.line)):
         return None
     words = shlex.split(scaled(command.line), comments=True)
     return words[1:] if words[0] == "lockstep" else None
 
 
-# A shell's background jobs ignore Ctrl-C, and so would all that they start.
+# Background jobs of a shell ignore SIGINT, and so do their child processes: restore the default first.
 _BASH = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -275,9 +275,12 @@ os.execvp("bash", ["bash", "-c", sys.argv[1]])
 
 
 def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int, str]:
-    """Run a command in bash; return its exit code and all that it printed. One until Ctrl-C is ended by SIGINT."""
+    """Run a command in bash; return its exit code and all its output.
+
+    A command marked `until Ctrl-C` gets SIGINT after its first line.
+    """
     paths = {"PATH": f"{folder / '.venv/bin'}:{os.environ['PATH']}", "PYTHONPATH": str(REPO / "src")}
-    # The first line of one until Ctrl-C comes through a pipe as soon as it is printed.
+    # Unbuffered, so that the first line of a command marked `until Ctrl-C` arrives at once.
     paths |= {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", _BASH, scaled(command.line)],
@@ -304,7 +307,7 @@ def in_shell(command: Command, folder: Path, seconds: float = 900) -> tuple[int,
 
 
 def pages_with_commands() -> Iterator[tuple[Path, Page]]:
-    """Yield README, CONTRIBUTING, the index and the pages of the guide that show commands."""
+    """Yield the path and the content of each page with commands: README, CONTRIBUTING, the index and the guide."""
     from lockstep.scripts.docs.pages import written_by_hand
 
     for path in written_by_hand():

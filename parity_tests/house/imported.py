@@ -1,4 +1,4 @@
-"""Read the imports of source files from their syntax, those inside functions too: `sys.modules` shows them too late."""
+"""Read the imports of source files from their syntax trees, including those inside functions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ OWN = "lockstep"
 
 
 def file_of(root: Path, module: str) -> Path | None:
-    """Return the file of one of the repository's modules."""
+    """Return the file of a module of the repository, or None if `module` is not one."""
     path = root.joinpath(*module.split("."))
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
 
 
 def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
-    """Return (module, whether it is imported inside a function) of every import that runs.
+    """Return (module, whether the import is inside a function) for every import that runs.
 
-    Imports that only a type checker sees are left out. `from a import b` gives both a and a.b: b may be a module.
+    Imports under TYPE_CHECKING are left out. `from a import b` gives both a and a.b, since b may be a module.
     """
     return _imports_in(path.read_text(encoding="utf-8"))
 
@@ -44,12 +44,12 @@ def _imports_in(source: str) -> tuple[tuple[str, bool], ...]:
 
 
 def is_third_party(module: str) -> bool:
-    """Return whether a module is neither ours nor Python's."""
+    """Return whether a module belongs neither to Lockstep nor to the standard library."""
     return module.partition(".")[0] not in {OWN, *sys.stdlib_module_names}
 
 
 def third_party(root: Path, folders: Iterable[str]) -> dict[str, str]:
-    """Top-level name of every third-party package imported under some folders → one file that imports it."""
+    """Return the third-party packages imported in these folders: top-level name → one file that imports it."""
     found: dict[str, str] = {}
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
@@ -60,9 +60,9 @@ def third_party(root: Path, folders: Iterable[str]) -> dict[str, str]:
 
 
 def loaded_late(root: Path, module: str) -> set[str]:
-    """Top-level names of third-party packages that are imported when a function runs, in a module or what it imports.
+    """Return the third-party packages that a module, or a module that it imports, imports only inside functions.
 
-    Imports that run as soon as the module is imported are not among them.
+    Packages that are imported together with the module are left out.
     """
     late: dict[str, bool] = {}
     seen: dict[str, bool] = {}
@@ -70,7 +70,7 @@ def loaded_late(root: Path, module: str) -> set[str]:
     while todo:
         module, is_late = todo.pop()
         path = file_of(root, module)
-        # Seen as it is imported at once, or late as now.
+        # Visited before as an immediate import, or as a late one like now.
         if path is None or seen.get(module) in (False, is_late):
             continue
         seen[module] = is_late

@@ -1,4 +1,4 @@
-"""Lockstep built, installed into a clean environment, and a project of somebody's own that uses it there."""
+"""Build Lockstep, install it into a clean environment, and make a user's project that uses it there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.parity_tests.repository import REPO
 
 FOLDERS = ("configs", "core", "jax_backend", "lockstep", "parity_tests", "scripts", "src", "torch_backend")
 FILES = ("LICENSE", "README.md", "pyproject.toml")
-# The files that an install needs: everything else of the repository stays in it.
+# The parts of the repository that a wheel contains.
 SHIPPED = (
     "configs",
     "core",
@@ -34,14 +34,14 @@ SHIPPED = (
     "torch_backend",
 )
 OWN = ("__init__.py", "__main__.py", "family.py", "honest.py", "py.typed")
-# These lead a process of the project to other modules than those that are installed for it.
+# Environment variables by which a process of the project could import other modules than the installed ones.
 FORGOTTEN = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
 
 
 def run(*command: object, cwd: Path, code: int = 0, seconds: float = 300, **variables: str) -> str:
-    """Run a command without what these tests have in their environment, and with `variables`; return all it printed.
+    """Run a command without the variables of FORGOTTEN and with `variables`; return all its output.
 
-    Raises AssertionError with all that was printed unless the command ends with `code`.
+    Raises AssertionError, with the output, unless the command ends with exit code `code`.
     """
     done = subprocess.run(
         [str(word) for word in command],
@@ -57,12 +57,12 @@ def run(*command: object, cwd: Path, code: int = 0, seconds: float = 300, **vari
 
 
 def pip(*words: object, cwd: Path) -> None:
-    """Run pip without an index: nothing is downloaded, and setuptools is the one of this environment."""
+    """Run pip without an index, so that it downloads nothing and uses this environment's setuptools."""
     run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words, cwd=cwd)
 
 
 def copy_sources(to: Path) -> Path:
-    """Copy what is built from, links as links: a build leaves files beside its sources."""
+    """Copy the sources of a build, links as links, since a build writes files beside its sources; return the copy."""
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(REPO / folder, to / folder, symlinks=True, ignore=ignored)
@@ -72,14 +72,14 @@ def copy_sources(to: Path) -> Path:
 
 
 def build_wheel(source: Path, to: Path) -> Path:
-    """Build the wheel of a source tree or of an sdist."""
+    """Build a wheel from a source tree or an sdist; return its path."""
     pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", to, source, cwd=to.parent)
     (wheel,) = to.glob("*.whl")
     return wheel
 
 
 def build_sdist(source: Path, to: Path) -> Path:
-    """Build the sdist of a source tree, as a build front end does."""
+    """Build an sdist from a source tree, as a build front end does; return its path."""
     program = f"from setuptools import build_meta; print(build_meta.build_sdist({str(to)!r}))"
     run(sys.executable, "-c", program, cwd=source)
     (sdist,) = to.glob("*.tar.gz")
@@ -87,13 +87,13 @@ def build_sdist(source: Path, to: Path) -> Path:
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Bytes of every file of a wheel, without its dist-info."""
+    """Return the bytes of every file of a wheel, without its dist-info, by path."""
     with ZipFile(wheel) as files:
         return {name: files.read(name) for name in files.namelist() if not name.startswith("lockstep-")}
 
 
 def shipped(tree: Path) -> dict[str, bytes]:
-    """Bytes of every file that a wheel of the source tree must hold, by its place there."""
+    """Return the bytes of every file that a wheel of this source tree must contain, by path in the wheel."""
     found = {f"lockstep/{name}": (tree / "lockstep" / name).read_bytes() for name in OWN}
     for place in SHIPPED:
         path = tree / place
@@ -104,7 +104,7 @@ def shipped(tree: Path) -> dict[str, bytes]:
 
 
 def required(root: Path = REPO) -> set[str]:
-    """Return the distributions that `pip install .` brings: the dependencies without extras, and theirs in turn."""
+    """Return the distributions that `pip install .` installs: dependencies without extras, recursively."""
     lines = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     wanted, found = [Requirement(line) for line in lines], dict[str, set[str]]()
     while wanted:
@@ -115,7 +115,7 @@ def required(root: Path = REPO) -> set[str]:
         found[name] = found.get(name, set()) | one.extras
         try:
             theirs = distribution(name).requires or []
-        except PackageNotFoundError:  # an optional part of a dependency's that is not installed here
+        except PackageNotFoundError:  # an optional dependency, not installed here
             del found[name]
             continue
         wanted += [
@@ -127,7 +127,7 @@ def required(root: Path = REPO) -> set[str]:
 
 
 def entries(name: str) -> dict[str, Path]:
-    """Return what a distribution has at the top of site-packages: packages, modules, libraries, its metadata."""
+    """Return the top-level entries of a distribution in site-packages: packages, modules, libraries, metadata."""
     made = distribution(name)
     tops = {file.parts[0] for file in made.files or ()} - {"..", "__pycache__"}
     found = {top: Path(str(made.locate_file(top))) for top in tops}
@@ -136,15 +136,15 @@ def entries(name: str) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with the packages that Lockstep requires, and with Lockstep if it is installed there."""
+    """A virtual environment with the packages that Lockstep requires; `install` adds Lockstep."""
 
     folder: Path
 
     @classmethod
     def make(cls, folder: Path) -> Environment:
-        """Make one of links to this environment's packages; packages of extras, as the tests' own, are not among them.
+        """Make an environment of links to packages of this one, without those of extras (such as pytest).
 
-        An editable install of Lockstep here is therefore not seen there.
+        It does not contain an editable install of Lockstep either.
         """
         venv.create(folder, symlinks=True)
         made = cls(folder)
@@ -156,17 +156,17 @@ class Environment:
 
     @property
     def packages(self) -> Path:
-        """Its site-packages."""
+        """Return the environment's site-packages."""
         base = {"base": str(self.folder), "platbase": str(self.folder)}
         return Path(sysconfig.get_path("purelib", "venv", base))
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Return the path of the environment's interpreter."""
         return self.folder / "bin" / "python"
 
     def install(self, *words: object) -> None:
-        """Install a wheel, or with `-e` a source tree."""
+        """Install a wheel, or a source tree with `-e`."""
         flags = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
         pip("--python", self.python, "install", *flags, *words, cwd=self.folder)
 
@@ -267,18 +267,18 @@ every = 0
 
 
 def write_project(folder: Path) -> Path:
-    """Write a project with `core`, `scripts`, `parity_tests` and `torch_backend` of its own, under git."""
+    """Write a project under git that has its own `core`, `scripts`, `parity_tests` and `torch_backend`."""
     for name, text in PROJECT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.lstrip())
-    # Text to train on.
+    # Text data for training.
     (folder / "core/text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     commit_all(folder)
     return folder
 
 
 def commit_all(folder: Path) -> None:
-    """Make a git repository of a folder, with one commit of all that it holds."""
+    """Make a folder a git repository, with one commit of all its files."""
     git = ("git", "-c", "user.name=U", "-c", "user.email=u@example.org", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "Begin")):
         run(*git, *words, cwd=folder)

@@ -1,4 +1,4 @@
-"""Which modules a package drags in, found in a fresh process by importing every one of its submodules."""
+"""Find the modules that a package imports, by importing all of its submodules in a new process."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def loaded_modules(package: str, root: Path) -> set[str]:
-    """Names in `sys.modules` after every submodule of `package`, which lies in `root`, was imported."""
+    """Return the names in `sys.modules` after all submodules of `package` in folder `root` were imported."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, package],
         cwd=root,
