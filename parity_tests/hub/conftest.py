@@ -1,4 +1,4 @@
-"""Data, a run and its export; models that transformers itself made."""
+"""Fixtures: data, an exported run, and models that transformers itself has saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = {"train.steps": 2, "optim.warmup_steps": 1, "precision.policy": "fp32"}
 
 @pytest.fixture(scope="session")
 def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Export a run `one` of two steps, in FP32, to `out` in the same folder."""
+    """Train a run `one` of two steps in FP32, and export it to `out` in the same folder; return the folder."""
     folder = Folder(tmp_path_factory.mktemp("exported"), tokens)
     assert folder.train("one", SHORT) == 0
     assert cli.run(["export", str(folder.path / "one"), str(folder.path / "out")]) == 0
@@ -27,15 +27,15 @@ def exported(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @pytest.fixture
 def copied(exported: Path, tmp_path: Path) -> Path:
-    """Copy the export, to be damaged, alone in a folder."""
+    """Return a copy of the export, alone in a folder, which a test may change."""
     return Path(shutil.copytree(exported, tmp_path / "given" / "hub"))
 
 
 @pytest.fixture(scope="session")
 def llama(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:  # noqa: F811
-    """`llama(dtype, shard, **settings)`: a folder with a LlamaForCausalLM of random weights, as transformers saves it.
+    """Return `llama(dtype, shard, **settings)`, which saves a random LlamaForCausalLM and returns its folder.
 
-    Its weights are large, so that the likeliest token is one by far, and its gains and biases are at no usual value.
+    Its weights are large, so that one token is by far the most probable. Gains and biases are random as well.
     """
 
     def make(dtype: str = "float32", shard: str = "5GB", **settings: Any) -> Path:
@@ -70,7 +70,7 @@ def llama(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 
 @pytest.fixture
 def imported(tokens: Path) -> Callable[..., int]:  # noqa: F811
-    """`imported(folder, run, *words)`: the exit code of `lockstep import`, with the data at hand."""
+    """Return `imported(folder, run, *words)`, which runs `lockstep import` on this data and returns its exit code."""
 
     def run(folder: Path, target: Path, *words: str) -> int:
         small = ["--data.path", str(tokens), "--compile.enabled", "false", "--device", "cpu"]

@@ -1,7 +1,7 @@
-"""Compare the reference on four devices with the reference on one; runs in a process that has four.
+"""Compare the reference on four devices with the reference on one, in a process with four CPU devices.
 
-`python -m lockstep.parity_tests.jax_backend.sharded PART…` with JAX_NUM_CPU_DEVICES=4 prints one JSON object, a key a
-part (test_sharding.py).
+`python -m lockstep.parity_tests.jax_backend.sharded PART…` with JAX_NUM_CPU_DEVICES=4 prints one JSON object, with one
+key per part (see test_sharding.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ STEPS = 4
 
 
 def config_of(devices: int, policy: str = "fp64", variant: str = "tied", **optim: Any) -> RunConfig:
-    """Build a tiny run of one block. Its vocabulary is not divided by the devices, its other sizes are."""
+    """Return a tiny run of one block. DEVICES divides all its sizes except the vocabulary."""
     config = tiny_config(policy, train=TRAIN, vocab_size=258, **{**VARIANTS[variant], "layers": 1})
     parity = config.parity.model_copy(update={"reference_devices": devices})
     return config.model_copy(update={"parity": parity, "optim": config.optim.model_copy(update=optim)})
 
 
 def session_of(config: RunConfig) -> JaxSession:
-    """Open a session in which no gain is 1 and no bias 0."""
+    """Open a session with weights in which no gain is 1 and no bias is 0."""
     session = JaxBackend().open(config)
     state = session.state()
     shaken = shaken_state(config.model).params
@@ -51,7 +51,7 @@ def session_of(config: RunConfig) -> JaxSession:
 
 
 def apart(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """Return the largest |difference| of any array, in units of that array's largest number."""
+    """Return the largest of max|a − b| / max|b| over all pairs of arrays."""
     assert ours.keys() == theirs.keys()
     return max(float(np.abs(ours[n] - theirs[n]).max() / np.abs(theirs[n]).max()) for n in theirs)
 
@@ -62,7 +62,7 @@ def gradients(config: RunConfig) -> Gradients:
 
 
 def exact(variant: str) -> dict[str, float]:
-    """FP64: how far NLL and gradients on four devices are from those on one."""
+    """Return, in FP64, the differences of NLL, loss and gradients between four devices and one."""
     ours, theirs = (gradients(config_of(n, variant=variant)) for n in (DEVICES, 1))
     return {
         "nll": float(np.abs(ours.nll - theirs.nll).max()),
@@ -72,7 +72,7 @@ def exact(variant: str) -> dict[str, float]:
 
 
 def trained(**optim: Any) -> dict[str, float]:
-    """FP64: weights after some steps, in units of how far one device moved them."""
+    """Return, in FP64, the difference of the weights after STEPS steps, relative to their change on one device."""
     ours, theirs = (session_of(config_of(n, **optim)) for n in (DEVICES, 1))
     first = theirs.state().params
     for seed in range(STEPS):
@@ -83,7 +83,7 @@ def trained(**optim: Any) -> dict[str, float]:
 
 
 def under(policy: str) -> dict[str, float]:
-    """Under a policy: gradients on four devices from those on one, in units of what the policy costs."""
+    """Return the distance of gradients between four devices and one, relative to the error of the policy itself."""
     truth = gradients(config_of(1))
     ours, theirs = (gradients(config_of(n, policy)) for n in (DEVICES, 1))
     distance = []
@@ -94,7 +94,7 @@ def under(policy: str) -> dict[str, float]:
 
 
 def memory() -> dict[str, Any]:
-    """Bytes of weights, moments and gradients on each device, and on one if it held them all."""
+    """Return the bytes of weights, moments and gradients on each device, and their total without sharding."""
     session = session_of(config_of(DEVICES))
     session.step(text_batch(session.config))
     _, _, grads = session.accumulate(text_batch(session.config))
@@ -109,7 +109,7 @@ def memory() -> dict[str, Any]:
 
 
 def places() -> dict[str, Any]:
-    """How arrays of some shapes are cut, and batches of some numbers of sequences."""
+    """Return the shardings of parameters of some shapes, and of batches of 8 and 2 sequences."""
     shards = Shards(DEVICES)
     shapes = [(64, 128), (128, 64), (64, 64), (258, 64), (3, 5), (6,), (8,)]
     rows = {n: str(shards.rows(np.zeros((n, 6))).sharding.spec) for n in (8, 2)}
@@ -117,13 +117,13 @@ def places() -> dict[str, Any]:
 
 
 def one_device_program() -> bool:
-    """Return whether a reference of one device runs the program that it would run if there were no others."""
+    """Return whether a reference on one device leaves the other devices unused."""
     session = session_of(config_of(1))
     return all(len(p.sharding.device_set) == 1 for p in session.params.values())
 
 
 def documents() -> float:
-    """FP64 gradients where documents do not see each other."""
+    """Return the difference of FP64 gradients between four devices and one, with a document mask."""
     found = []
     for devices in (DEVICES, 1):
         config = config_of(devices)
@@ -133,7 +133,7 @@ def documents() -> float:
 
 
 def evaluated() -> float:
-    """Compare validation, and the logits of samples, on four devices with those on one."""
+    """Return the largest difference of validation NLL and of sampling logits between four devices and one."""
     ours, theirs = (session_of(config_of(n)) for n in (DEVICES, 1))
     batch, tokens = text_batch(ours.config), np.arange(7, dtype=np.int32)
     nll = np.abs(ours.evaluate(batch)["nll"] - theirs.evaluate(batch)["nll"]).max()
@@ -142,7 +142,7 @@ def evaluated() -> float:
 
 
 def stored() -> bool:
-    """Return whether a checkpoint of four devices is read bit for bit on one."""
+    """Return whether a checkpoint written on four devices is equal bit for bit when read on one."""
     session = session_of(config_of(DEVICES))
     session.step(text_batch(session.config))
     state = session.state()
@@ -153,11 +153,11 @@ def stored() -> bool:
     return all(np.array_equal(a[name], b[name]) for a, b in arrays for name in b)
 
 
-# Faults: gradients that a device has lost, or that were counted several times
+# Faults: gradients that are lost, or counted several times
 
 
 def not_summed(session: JaxSession) -> Callable[..., Any]:
-    """Every device keeps the gradients of its own sequences; the first one's are taken for all."""
+    """Return a program without the sum over devices: it returns the first device's gradients."""
     own = jax.value_and_grad(partial(JaxSession.micro_loss, session), has_aux=True)
     rows, whole = PartitionSpec(AXIS), PartitionSpec()
     mesh = session.shards._mesh
@@ -177,7 +177,7 @@ def not_summed(session: JaxSession) -> Callable[..., Any]:
 
 
 def counted_again(session: JaxSession) -> Callable[..., Any]:
-    """Sum the gradients over devices although the batch is whole on every device."""
+    """Return a program whose gradients are DEVICES times too large, as from a second sum over devices."""
     own = session._micro_gradients
 
     def program(*inputs: Any) -> Any:
@@ -188,7 +188,7 @@ def counted_again(session: JaxSession) -> Callable[..., Any]:
 
 
 def one_twice(session: JaxSession) -> Callable[..., Any]:
-    """Give the last device the sequences of the first."""
+    """Return a program in which the last device gets the sequences of the first."""
     own = session._micro_gradients
 
     def program(params: Any, tokens: Any, targets: Any, *more: Any) -> Any:
@@ -203,7 +203,7 @@ FAULTS = {"not summed": not_summed, "counted again": counted_again, "one twice":
 
 
 def faulty(fault: Callable[[JaxSession], Any]) -> float:
-    """How far gradients are from those of one device with this fault."""
+    """Return the difference of gradients between four devices with this fault and one."""
     session = session_of(config_of(DEVICES))
     session._micro_gradients = fault(session)
     found = session.gradients(text_batch(session.config))
@@ -225,7 +225,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def main(parts: list[str]) -> None:
-    """Print the parts as JSON."""
+    """Print the results of the parts as JSON."""
     assert len(jax.devices()) == DEVICES, jax.devices()
     json.dump({part: PARTS[part]() for part in parts}, sys.stdout)
 

@@ -1,4 +1,4 @@
-"""Trainers whose gradients are not the same twice, and one that uses what torch refuses."""
+"""Trainers that are not deterministic: gradients that differ between calls, and an operation that torch refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _calls = count(1)
 
 
 class _Drifts(TorchSession):
-    """One gradient carries an ulp of how often it was asked for, as an atomic sum carries its order."""
+    """A session whose gradient changes by some ulps from call to call, like a sum by atomic operations."""
 
     def accumulate(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
         found = super().accumulate(batch)

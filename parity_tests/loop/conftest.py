@@ -1,4 +1,4 @@
-"""A tiny data set and folders of runs on it."""
+"""Fixtures: a tiny data set, and folders of runs on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS: dict[str, dict[str, object]] = {"eager": {}, "aot_eager": COMPILED, "indu
 
 
 def prepare(text: Path, data: Path, *more: str) -> None:
-    """`lockstep data prepare`: 300 tokens unless said otherwise."""
+    """Run `lockstep data prepare`, with a vocabulary of 300 unless `more` sets another."""
     words = ["data", "prepare", "--data.source", str(text), "--data.path", str(data), "--workers", "1", *more]
     if not {"--model.vocab-size", "--data.tokenizer"} & set(more):
         words += ["--model.vocab-size", "300"]
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokens(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare a finished data set; tests that change it work on a copy."""
+    """Return a prepared data folder. A test that changes it must copy it first."""
     data = tmp_path_factory.mktemp("tokens") / "data"
     prepare(text, data)
     return data
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, tokens: Path) -> Folder:
 
 @pytest.fixture(scope="session")
 def straight(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folder]:
-    """`straight(kind)`: a folder with an uninterrupted run of that kind, called `straight`."""
+    """Return `straight(kind)` → a folder with an uninterrupted run of that kind, named `straight`."""
     made: dict[str, Folder] = {}
 
     def run(kind: str) -> Folder:

@@ -1,4 +1,4 @@
-"""References that are late, fail or are wrong. The worker imports them by name; JAX is loaded only where it is used."""
+"""References that are slow, fail or are wrong. The worker imports them by name; only those that use JAX load it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from lockstep.core.backend import Session
 from lockstep.core.config.schema import RunConfig
 
-# Longer than any machine takes for the steps of a test: a trainer that waited would show that this reference failed.
+# Longer than the steps of a test take on any machine: if the trainer waited for this reference, the test would fail.
 LATE_SECONDS = 600.0
 
 
 class Late:
-    """Takes its time to open."""
+    """A reference that takes LATE_SECONDS to open."""
 
     name = "late"
 
@@ -24,7 +24,7 @@ class Late:
 
 
 class Failing:
-    """Does not open, and gives the reason in two lines."""
+    """A reference whose `open` raises an error with a message of two lines."""
 
     name = "failing"
 
@@ -33,7 +33,7 @@ class Failing:
 
 
 class Ending:
-    """Ends its process."""
+    """A reference whose `open` ends the process."""
 
     name = "ending"
 
@@ -42,12 +42,12 @@ class Ending:
 
 
 def wrong() -> Any:
-    """Return the reference with another epsilon than the run's in its norms, which closed forms detect."""
+    """Return the reference with a wrong epsilon in its norms, which the self-check's closed forms detect."""
     return _with_other_epsilon(lambda config: True)
 
 
 def wrong_of_this_run() -> Any:
-    """Return one that is wrong only in models as wide as the tests' runs; the small one of the self-check is right."""
+    """Return a reference that is wrong only at the width of the tests' runs, so its self-check passes."""
     return _with_other_epsilon(lambda config: config.model.hidden == 64)
 
 

@@ -1,4 +1,4 @@
-"""Tiny runs through the command line, in this process or in one that can be sent signals."""
+"""Tiny runs through the command line, in this process, or in another one that tests send signals to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ INDUCTOR = {"compile.enabled": True, "compile.backend": "inductor"}
 
 
 class Folder:
-    """A folder of run directories over one data set."""
+    """A folder with run directories that share one data set."""
 
     def __init__(self, path: Path, data: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Folder:
         self.file.write_text("")
 
     def arguments(self, name: str, settings: dict[str, Any]) -> list[str]:
-        """Return the arguments of `lockstep train` for a new run."""
+        """Return the command-line arguments of `lockstep` for a new run."""
         told = SETTINGS | {"data.path": self.data, "name": name} | settings
         words = ["train", str(self.file), "--out", str(self.path)]
         for key, value in told.items():
@@ -67,11 +67,11 @@ class Folder:
         return cli.run([*self.arguments(name, settings or {}), *more])
 
     def resume(self, name: str, *more: str) -> int:
-        """Go on with a run in this process; returns the exit code."""
+        """Resume a run in this process; return the exit code."""
         return cli.run(["train", "--resume", str(self.path / name), *more])
 
     def start(self, name: str, settings: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-        """Start a new run in a process of its own, slow enough to be interrupted anywhere."""
+        """Start a new run in another process, slowed down so that it can be interrupted at any step."""
         return subprocess.Popen(
             [sys.executable, "-m", "lockstep.parity_tests.loop.slowly", *self.arguments(name, settings or {})],
             cwd=REPO,
@@ -83,9 +83,9 @@ class Folder:
     def stop(
         self, name: str, settings: dict[str, Any], number: signal.Signals, after: int, saved: bool = False
     ) -> tuple[int, str, str]:
-        """Start a run, send it a signal once `after` records exist; returns exit code, stdout, stderr.
+        """Start a run and send it a signal when `after` records exist; return exit code, stdout and stderr.
 
-        saved: once a checkpoint is whole as well, which is written beside the steps that follow.
+        saved: wait for a complete checkpoint as well, which is written during the steps after it.
         """
         process = self.start(name, settings)
         try:
@@ -99,7 +99,7 @@ class Folder:
         return process.returncode, out, error
 
     def wait(self, process: subprocess.Popen[str], name: str, records: int) -> None:
-        """Wait until the run has so many records."""
+        """Wait until the run has `records` records. Fail if the process ends first, or after 60 s."""
         deadline = time.monotonic() + 60
         while len(self.records(name)) < records:
             if process.poll() is not None or time.monotonic() > deadline:
@@ -107,34 +107,34 @@ class Folder:
             time.sleep(0.02)
 
     def run(self, name: str) -> RunDir:
-        """Open the run directory, to read."""
+        """Open the run directory for reading."""
         return RunDir.open(self.path / name)
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """Its records so far."""
+        """Return the run's records so far."""
         path = self.path / name / "records.jsonl"
         return read_lines(path) if path.exists() else []
 
     def losses(self, name: str) -> list[tuple[int, float]]:
-        """(step, loss) of each record."""
+        """Return (step, loss) of each record."""
         return [(r["step"], r["loss"]) for r in self.records(name)]
 
     def weights(self, name: str) -> bytes:
-        """Return the last checkpoint's weights."""
+        """Return the bytes of the weights in the last checkpoint."""
         last = self.run(name).latest_checkpoint()
         assert last is not None
         return weights_of(last)
 
 
 def one_line(text: str) -> str:
-    """Return the printed text, which must be one line."""
+    """Return the only line of `text`; fail if it has more or none."""
     lines = text.splitlines()
     assert len(lines) == 1, text
     return lines[0]
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended and is not reaped does not."""
+    """Return whether a process runs. A zombie counts as ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

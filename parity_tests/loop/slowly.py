@@ -1,4 +1,4 @@
-"""`lockstep`, with a pause after each step of the torch trainer, so that a signal finds it in the midst of a run."""
+"""`lockstep` with a pause after each step of the torch trainer, so that a signal arrives during the run."""
 
 import sys
 import time

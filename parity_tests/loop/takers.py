@@ -1,4 +1,4 @@
-"""Trainers that do not take a stored state over as it is, each in a way that its checks do not show."""
+"""Trainers that restore a stored state wrongly, in ways that comparing the state itself does not show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _MiscountingSession(TorchSession):
 
 
 class CountsAnUpdateTooMany(TorchBackend):
-    """The optimizer's own count of updates is one ahead after a resume; the number of the step is right."""
+    """After a resume, the optimizer's count of updates is one too large; the step number is right."""
 
     session_class = _MiscountingSession
 
@@ -36,7 +36,7 @@ class _ScaleForgettingSession(TorchSession):
 
 
 class LossScaleLostOnLoad(TorchBackend):
-    """Resuming begins with the loss scale of a new run."""
+    """After a resume, the loss scale is that of a new run."""
 
     session_class = _ScaleForgettingSession
 
@@ -50,7 +50,7 @@ class _MixingSession(TorchSession):
 
 
 class RowsMixed(TorchBackend):
-    """One moment's rows come in another order; of several ranks, on rank 1 alone."""
+    """After a resume, the rows of one moment are rolled by one; with several ranks, only on rank 1."""
 
     session_class = _MixingSession
 
@@ -63,7 +63,7 @@ class _ForgettingSession(TorchSession):
 
 
 class SettingsForgottenOnRestore(TorchBackend):
-    """Weights and moments come back as they were; the optimizer has torch's own betas from then on."""
+    """After a resume, weights and moments are right, but the optimizer has torch's default betas."""
 
     session_class = _ForgettingSession
 
@@ -77,6 +77,6 @@ class _HidingSession(TorchSession):
 
 
 class ShowsNoState(TorchBackend):
-    """A session that writes and restores its state by itself, and does not show it."""
+    """No fault; the session writes and restores its state, but `state` raises NotSupported."""
 
     session_class = _HidingSession

@@ -1,1 +1,1 @@
-"""`lockstep museum`: its data, its command on a stub, and exhibits whose packages are present."""
+"""Tests of `lockstep museum`: its data, the command on a stub, and the exhibits whose packages are installed."""

@@ -1,4 +1,4 @@
-"""The loop of a stub: a package that is made in a test sets by how much gradients are too long."""
+"""The training loop of a stub exhibit: a package that a test writes sets the factor by which gradients are wrong."""
 
 from __future__ import annotations
 

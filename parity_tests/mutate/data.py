@@ -1,4 +1,4 @@
-"""The configuration and the batches of these tests: those of parity_tests/tiny.py, whose reference others share."""
+"""The configuration and batches of these tests: those of parity_tests/tiny.py, to share reference sessions."""
 
 from __future__ import annotations
 

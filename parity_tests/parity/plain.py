@@ -1,4 +1,4 @@
-"""The distances of three arrays as their definitions stand, all at once in FP64."""
+"""The distances of three arrays by their definitions, in FP64 and without chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import numpy as np
 
 
 def plain_distances(candidate: np.ndarray, twin: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """By the names of core/parity/measures/distances.py, where no error is below its floor."""
+    """Return the distances by their names in core/parity/measures/distances.py.
+
+    They are equal to those only if no error is below the floor there.
+    """
     c, w, t = (x.astype(np.float64).ravel() for x in (candidate, twin, truth))
     honest = np.linalg.norm(w - t)
     return {

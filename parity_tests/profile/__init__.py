@@ -1,1 +1,1 @@
-"""Traces with known answers, real ones of tiny steps, and the command."""
+"""Tests of the profiler: made-up traces with known results, real traces of tiny steps, and the command."""

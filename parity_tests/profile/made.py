@@ -1,10 +1,10 @@
-"""A trace of two steps on a GPU, as Kineto writes it, whose answers can be counted on paper (µs).
+"""A trace of two steps on a GPU, as Kineto writes it, whose results can be computed by hand, in µs.
 
     program   forward 0-40 · backward 40-80 · optimizer 80-95
-    stream 7  gemm 10-30 · attention, out of a graph 30-50 · gemm 60-70 · copy 75-80 · adam 90-98
+    stream 7  gemm 10-30 · attention, from a CUDA graph 30-50 · gemm 60-70 · copy 75-80 · adam 90-98
     stream 20 nccl 45-75
 
-The second step is the same 100 µs later.
+The second step is the same, 100 µs later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 START = 5e9
 GEMM, ATTENTION, NCCL = "nvjet_tst_128x256_64x4", "flash_fwd_kernel<float>", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 ADAM = "void multi_tensor_apply_kernel<FusedAdamMathFunctor>"
-# Name, category, stream, start, stop, asked for at, by which call.
+# Name, category, stream, start, stop, time of the launch, and the call that launched it.
 WORK = [
     (GEMM, "kernel", 7, 10, 30, 5, "cudaLaunchKernel"),
     (ATTENTION, "kernel", 7, 30, 50, 12, "cudaGraphLaunch"),
@@ -29,13 +29,13 @@ PARTS = {"forward": (0, 40), "backward": (40, 80), "optimizer": (80, 95), "step"
 def event(
     name: str, category: str, start: float, stop: float, lane: tuple[int, int] = (1, 1), **arguments: Any
 ) -> dict:
-    """One complete event."""
+    """Return one complete event (phase X) of a trace."""
     at = {"ts": START + start, "dur": stop - start, "pid": lane[0], "tid": lane[1]}
     return {"ph": "X", "name": name, "cat": category, **at, "args": arguments}
 
 
 def gpu_trace() -> dict[str, Any]:
-    """Build the trace, with the further entries of real ones: arrows, names of threads, earlier work."""
+    """Return the trace, with further entries that real traces have: flow arrows, thread names, earlier kernels."""
     found = [
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}},
         {"ph": "s", "id": 3, "pid": 1, "tid": 1, "ts": START + 5, "cat": "ac2g", "name": "ac2g"},
@@ -58,7 +58,7 @@ def gpu_trace() -> dict[str, Any]:
 
 
 def cpu_trace() -> dict[str, Any]:
-    """One step of 100 µs: mm of 20 in linear of 50, another mm of 10 beside it, nothing for 40."""
+    """Return a step of 100 µs: linear of 50 that contains mm of 20, another mm of 10, and 40 without operations."""
     return {
         "traceEvents": [
             event("ProfilerStep#5", "user_annotation", 0, 100),

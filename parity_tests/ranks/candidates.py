@@ -1,4 +1,4 @@
-"""Trainers whose second rank gets into trouble, and one that counts what is compiled. Each rank opens them by name."""
+"""Trainers that fail on one rank, and two that record graphs and gradients. Every rank opens them by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RefusesStatesOnRankOne(TorchBackend):
 
 
 class _CountingSession(TorchSession):
-    """Sees the graphs that the compiler is given, as many as DDP's buckets cut the program into."""
+    """A session that records the size of each graph that the compiler gets: DDP cuts the program by its buckets."""
 
     def compiled(self, program: Any) -> Any:
         self.graphs: list[int] = []
@@ -95,7 +95,7 @@ class _CountingSession(TorchSession):
 
 
 class _PlacesOfGradients(TorchSession):
-    """Sees where gradients lie after each micro-batch of a step, as (index of the step, set of storages)."""
+    """A session that records the storages of the gradients after each micro-batch of a step."""
 
     def accumulate(self, batch: Batch) -> Any:
         self.places: list[set[int]] = []

@@ -1,8 +1,8 @@
-"""Ranks for tests in one process: pytest is rank 0, and what it calls on a session the other processes call as well.
+"""Several ranks for a test in one process: pytest is rank 0, and other processes repeat its calls of a session.
 
-Commands run SPMD under torchrun; a test that reads a session, or plants a fault, has rank 0 at hand. The others
-get the name of each call over pipes. They stay for the next test, in whatever module: to start one takes seconds.
-After trouble all of them are ended, and the next session finds new ones.
+Commands run SPMD under torchrun. Here instead, a test reads sessions and plants faults directly, on rank 0. The other
+ranks get the name and arguments of each call over pipes. They keep running for later tests, since starting one takes
+seconds. After a failure all of them are killed, and the next session starts new ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _world: World | None = None
 
 
 class World:
-    """This process as rank 0, and processes for the others."""
+    """A group of ranks: this process is rank 0, and one process runs per other rank."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -44,8 +44,8 @@ class World:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False)
-        # Forked from a process that has imported torch and does nothing else: an import takes four seconds a rank.
-        # All ranks have the environment that the first of them was started with.
+        # The ranks are forked from a process that has only imported torch, which takes four seconds otherwise. They all
+        # have the environment variables with which that process was started.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "lockstep.torch_backend.ranks.peer_session"])
         threads = max(1, torch.get_num_threads() // ranks)
@@ -61,14 +61,14 @@ class World:
         self.peers = Peers(False, (0, ranks, store))
 
     def tell(self, what: str, number: int, *arguments: Any, **named: Any) -> None:
-        """Have the others call a method of a session."""
+        """Call a method of session `number` on all other ranks, without waiting for it."""
         dropped, self.dropped = self.dropped, []
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # one that is gone: rank 0 finds out by itself
+            with contextlib.suppress(OSError):  # a rank that has ended: rank 0 detects it by itself
                 pipe.send((what, number, arguments, named, dropped))
 
     def end(self) -> None:
-        """End the others."""
+        """Kill the other ranks and wait for their end."""
         global _world
         if _world is self:
             _world = None
@@ -87,7 +87,7 @@ def _follow(rank: int, ranks: int, port: int, pipe: Connection, threads: int) ->
         what, number, arguments, named, dropped = pipe.recv()
         for old in dropped:
             sessions.pop(old, None)
-        with contextlib.suppress(Exception):  # rank 0 has met with the same, or finds out
+        with contextlib.suppress(Exception):  # rank 0 raises the same error, or detects the failure
             if what == "open":
                 pickled, file, config = arguments
                 if file is not None:
@@ -100,7 +100,7 @@ def _follow(rank: int, ranks: int, port: int, pipe: Connection, threads: int) ->
                 threading.Thread(target=write_part, args=(writing,), daemon=True).start()
             else:
                 getattr(sessions[number], what)(*arguments, **named)
-    os._exit(1)  # sockets close
+    os._exit(1)  # which closes the sockets
 
 
 def _end_with_parent() -> None:
@@ -116,7 +116,7 @@ else:
 
 
 class RankedSession(Shown):
-    """A session of several ranks, held by rank 0."""
+    """A session of several ranks, as rank 0 uses it."""
 
     def __init__(self, backend: Any, config: RunConfig) -> None:
         global _world
@@ -155,7 +155,7 @@ class RankedSession(Shown):
             return getattr(self.mine, what)(*arguments, **named)
 
 
-# Calls that a rank with whole weights computes by itself, and those that the others take part in.
+# ALONE: calls that rank 0 computes alone if it holds whole weights. TOGETHER: calls that all ranks take part in.
 ALONE = ("state", "observe", "sketch", "evaluate", "attention_logits", "next_token_logits")
 TOGETHER = (
     "load",
@@ -189,14 +189,14 @@ for _name in (*ALONE, *TOGETHER, *OF_RANK_0):
 
 
 def let_go() -> None:
-    """End the other ranks."""
+    """Kill the other ranks, if there are any."""
     if _world is not None:
         _world.end()
 
 
 @contextlib.contextmanager
 def in_this_process() -> Iterator[None]:
-    """Sessions of several ranks that are opened meanwhile are `RankedSession`s."""
+    """Open sessions of several ranks as `RankedSession` inside a `with` block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_session, "open_among_peers", RankedSession)
         yield

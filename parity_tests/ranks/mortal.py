@@ -1,4 +1,4 @@
-"""Trainers of which a rank is killed in the midst of a step of the first start, as the kernel kills for memory."""
+"""Trainers in which one rank is killed during a step of the first start, as by the kernel's OOM killer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep.torch_backend.session import TorchSession
 
 
 def killed(rank: int, step: int) -> type[TorchSession]:
-    """Build a session whose rank dies at a step, unless torchrun has started it anew."""
+    """Return a session class in which `rank` kills itself at `step`, but not after a restart by torchrun."""
 
     class Session(TorchSession):
         def total_weight(self, batch: Batch) -> object:  # type: ignore[override]
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
             mine = rank == (self.ranks.rank if self.ranks else 0)
             if first and mine and self.steps_done + 1 == step:
-                while step > 3 and not Path("runs/tiny/checkpoints/step_000003").exists():  # it is being written
+                while step > 3 and not Path("runs/tiny/checkpoints/step_000003").exists():  # wait until it is complete
                     time.sleep(0.05)
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().total_weight(batch)

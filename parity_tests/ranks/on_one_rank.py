@@ -1,4 +1,4 @@
-"""Faults of rank 1 alone, of two or more. Each rank opens them by name."""
+"""Faults on rank 1 alone, of two or more ranks. Every rank opens them by name."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def on_rank_one() -> bool:
 
 class _OnRankOne(TorchBackend):
     def open_rank(self, config: Any) -> TorchSession:
-        """Open the fault's session on rank 1, and an honest one elsewhere."""
+        """Open the faulty session on rank 1, and a right one on other ranks."""
         return super().open_rank(config) if on_rank_one() else TorchBackend().open_rank(config)
 
 
 class RopeInBf16OnRankOne(_OnRankOne, RopeInBf16):
-    """Rank 1 rotates in bf16, as with another version of a library on one node."""
+    """Rank 1 computes RoPE in bf16, as with another version of a library on one node."""
 
 
 class OldGradientsMixedInOnRankOne(_OnRankOne, OldGradientsMixedIn):
-    """Rank 1 adds a tenth of the last step's gradients to its own, from a buffer that a load empties."""
+    """Rank 1 adds a tenth of the last step's gradients to its own, from a buffer that a load clears."""
 
 
 class _NotUpdated(TorchSession):
@@ -51,7 +51,7 @@ class _NotUpdated(TorchSession):
 
 
 class NotUpdatedOnRankOne(TorchBackend):
-    """Rank 1 leaves one weight, or its rows of it, as they were."""
+    """Rank 1 does not update one weight, or its rows of it."""
 
     session_class = _NotUpdated
 
@@ -71,7 +71,7 @@ class _DoublingRanks(ShardedRanks):
 
 
 class GradientsDoubledOnRankOne(TorchBackend):
-    """Rank 1 takes twice the sum of its rows of a block's gradients."""
+    """Rank 1 doubles the reduced gradients of its rows of one block."""
 
     session_class = with_ranks(_DoublingRanks)
 
@@ -84,13 +84,13 @@ class _ZeroGradient(TorchSession):
 
 
 class NoGradientOnRankOne(TorchBackend):
-    """Rank 1 gives one weight no gradient: a frozen layer on one node."""
+    """The gradient of one weight is zero on rank 1, as with a frozen layer on one node."""
 
     session_class = _ZeroGradient
 
 
 class PeakRateAfterWarmUpOnRankOne(_OnRankOne, PeakRateAfterWarmUp):
-    """Rank 1 makes the steps after the warm-up at the peak rate."""
+    """Rank 1 uses the peak learning rate in steps after the warm-up."""
 
 
 class _DecaysWhenNotFinite(TorchSession):
@@ -104,21 +104,21 @@ class _DecaysWhenNotFinite(TorchSession):
 
 
 class DecaysWhenNotFiniteOnRankOne(TorchBackend):
-    """Rank 1 leaves a step out that is not finite, but for a matrix that decays."""
+    """Rank 1 applies weight decay to one matrix in a step that is skipped as not finite."""
 
     session_class = _DecaysWhenNotFinite
 
 
 class LastCheckpointInBf16OnRankOne(_OnRankOne, LastCheckpointInBf16):
-    """Rank 1 writes its weights of the run's last checkpoint in bf16."""
+    """Rank 1 rounds its weights to bf16 in the checkpoint of the run's last step."""
 
 
 class PeakRateOnceWrittenOnRankOne(_OnRankOne, PeakRateOnceWritten):
-    """Rank 1 makes steps at the peak rate once a checkpoint was begun."""
+    """Rank 1 uses the peak learning rate after the start of a checkpoint."""
 
 
 class RestoreResetsBetasOnRankOne(_OnRankOne, RestoreResetsBetas):
-    """Rank 1 puts other betas in force as it resumes, until a load."""
+    """Rank 1's optimizer has other betas after a resume, until a load."""
 
 
 class _DoublingLater(TorchSession):
@@ -132,6 +132,6 @@ class _DoublingLater(TorchSession):
 
 
 class DoubledAfterWarmUpOnRankOne(TorchBackend):
-    """Rank 1 takes twice the sum over ranks of one weight's gradient in steps after the warm-up."""
+    """Rank 1 doubles the reduced gradient of one weight in steps after the warm-up."""
 
     session_class = _DoublingLater

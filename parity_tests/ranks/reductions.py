@@ -1,4 +1,4 @@
-"""Sums that are wrong on two ranks, with weights that each of them holds whole. Each rank opens them by name."""
+"""Wrong reductions over two ranks that both hold whole weights. Every rank opens them by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _LastAveraged(Ranks):
 
 
 class LastBucketAveraged(TorchBackend):
-    """The last bucket holds the mean over ranks, the others the sum."""
+    """The last bucket is averaged over ranks; the others are summed."""
 
     session_class = shared_by(_LastAveraged)
 
@@ -38,7 +38,7 @@ class _SentInBf16(Ranks):
 
 
 class RankOneSendsBf16(TorchBackend):
-    """Rank 1 rounds what it sends to bf16, where FP32 is declared."""
+    """Rank 1 rounds its gradients to bf16 before the reduction, although FP32 is declared."""
 
     session_class = shared_by(_SentInBf16)
 
@@ -51,7 +51,7 @@ class _WithoutTail(Ranks):
 
 
 class TailOfRankOneLost(TorchBackend):
-    """The last elements of rank 1's last bucket never arrive."""
+    """The last 17 elements of rank 1's last bucket are lost."""
 
     session_class = shared_by(_WithoutTail)
 
@@ -66,13 +66,13 @@ class _OneLonger(Ranks):
 
 
 class RankOneSendsOneLonger(TorchBackend):
-    """Rank 1 sends one gradient 0.3 % too long."""
+    """One gradient of rank 1 is 0.3 % too large."""
 
     session_class = shared_by(_OneLonger)
 
 
 class _CountingSession(TorchSession):
-    """Before every micro-batch but the first of a sum, `spoil` may change the sum so far."""
+    """A session that calls `spoil` on the sums of gradients before every micro-batch except the first."""
 
     _number = 0
 
@@ -97,7 +97,7 @@ class _RoundingSession(_CountingSession):
 
 
 class EveryRankAccumulatesInBf16(TorchBackend):
-    """Each rank keeps the sum over its micro-batches in bf16."""
+    """Each rank rounds the sum over its micro-batches to bf16."""
 
     session_class = _RoundingSession
 

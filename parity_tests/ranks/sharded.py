@@ -1,4 +1,4 @@
-"""Sessions whose weights are cut over ranks, and their faults. Each rank opens them by name."""
+"""Sessions with weights sharded over ranks, and their faults. Every rank opens them by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sharded(
     sections: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> RunConfig:
-    """Build a tiny run over ranks; sections: name → what is changed in it."""
+    """Return a tiny run over several ranks. sections: name → the settings to change in it."""
     config = tiny_config(policy, train=TRAIN | {"ranks": ranks}, **model)
     changed = {"parallel": {"strategy": strategy}, **(sections or {})}
     changed["parallel"] = {"strategy": strategy} | dict(changed["parallel"])
@@ -41,7 +41,7 @@ def sharded(
 
 
 def with_ranks(ranks: type[ShardedRanks]) -> type[TorchSession]:
-    """Build a session that shares its batches as `ranks` does."""
+    """Return a session class that shards and reduces as `ranks` does."""
 
     class Session(TorchSession):
         def build_ranks(self) -> Sharing:
@@ -56,7 +56,7 @@ class _LocalNorm(ShardedRanks):
 
 
 class NormOfItsOwnPart(TorchBackend):
-    """Every rank clips by the norm of its own part."""
+    """Every rank clips by the norm of its own shard."""
 
     session_class = with_ranks(_LocalNorm)
 
@@ -69,7 +69,7 @@ class _SumOfNorms(ShardedRanks):
 
 
 class NormsAdded(TorchBackend):
-    """Norms of parts are added, not their squares."""
+    """The norms of shards are added, not their squares."""
 
     session_class = with_ranks(_SumOfNorms)
 
@@ -87,7 +87,7 @@ class _MeanRanks(ShardedRanks):
 
 
 class GradientsAveraged(TorchBackend):
-    """FSDP's own way, where the loss is divided by all ranks' tokens already."""
+    """Gradients are averaged over ranks, FSDP's default, although the loss is already divided by all ranks' tokens."""
 
     session_class = with_ranks(_MeanRanks)
 
@@ -104,7 +104,7 @@ class _ForgettingRanks(ShardedRanks):
 
 
 class OneBlockNotReduced(TorchBackend):
-    """Each rank keeps its own gradient of its part of one block."""
+    """Each rank keeps its own gradient of its shard of one block, without the sum over ranks."""
 
     session_class = with_ranks(_ForgettingRanks)
 
@@ -115,7 +115,7 @@ class _EagerRanks(ShardedRanks):
 
 
 class NeverFreed(TorchBackend):
-    """Keep the weights gathered for an observation, so that the next pass uses them."""
+    """Weights gathered for an observation are not freed, and the next pass uses them."""
 
     session_class = with_ranks(_EagerRanks)
 
@@ -127,7 +127,7 @@ class _MuonOnParts(TorchSession):
 
 
 class MuonOnParts(TorchBackend):
-    """Each rank makes its own rows orthogonal, as if they were the matrix."""
+    """Each rank orthogonalises its own rows, as if they were the whole matrix."""
 
     session_class = _MuonOnParts
 
@@ -142,13 +142,13 @@ class _SkipsAPart(TorchSession):
 
 
 class OnePartNotLoaded(TorchBackend):
-    """A rank goes on with the initial weights of a part."""
+    """Rank 1 does not restore its shard of one weight, and keeps the initial values."""
 
     session_class = _SkipsAPart
 
 
 class _Measured(TorchSession):
-    """Says how many bytes of parameters and moments this rank holds."""
+    """A session whose `random_state` returns the bytes of parameters and moments that this rank holds."""
 
     def random_state(self) -> Any:
         import numpy as np
@@ -180,7 +180,7 @@ class _Sleeps(ShardedRanks):
 
 
 class SleepsBeforeAGather(TorchBackend):
-    """Rank 1 does not come to the gathering of a block's weights."""
+    """Rank 1 sleeps for an hour before it gathers one block's weights in the second step."""
 
     session_class = with_ranks(_Sleeps)
 
