@@ -9,5 +9,5 @@ REPO = Path(__file__).resolve().parent.parent
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """Parse the text of a source file, once for all the checks of a process. Callers leave the tree as it is."""
+    """Return the syntax tree of a source text, cached for all checks of the process. Callers must not change it."""
     return ast.parse(source)

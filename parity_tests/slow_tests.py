@@ -1,8 +1,8 @@
-"""Leave the slow tests of slow_tests.toml out of the default run; `--all` runs every test.
+"""Deselect the slow tests of slow_tests.toml by default; `--all` runs every test.
 
-A pytest plugin, loaded by conftest.py. A row of the table names a test function, the kind of check that it makes, and
-what stands for it in the default run: cases of the same function (`keep`) or other tests (`instead`).
-house/test_slow_tests.py holds the table against the tests that are there.
+A pytest plugin, loaded by conftest.py. A row of the table names a test function, the kind of its check, and the tests
+that replace it in the default run: cases of the same function (`keep`) or other tests (`instead`).
+house/test_slow_tests.py compares the table with the existing tests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 TABLE = Path(__file__).with_name("slow_tests.toml")
 FOLDER = "parity_tests/"
 MARK = "slow"
-# Begins the properties by which a test reports what it did not run: the reason follows, the value is a count.
+# Prefix of the test properties that count what a test did not run: the reason follows, the value is the count.
 NOT_RUN = "not run: "
 _COUNT = "lockstep_slow_tests_left_out"
-# The node ids that were collected, before any was deselected.
+# The ids of all collected tests, before any is deselected.
 COLLECTED = pytest.StashKey[tuple[str, ...]]()
 _left_out = 0
 _all_tests = False
@@ -30,10 +30,10 @@ _all_tests = False
 
 @dataclass(frozen=True)
 class Slow:
-    """A test function of which some cases, or all, run only with --all.
+    """A test function with cases that run only with --all.
 
-    `test` and `instead` are node ids under parity_tests/, without the brackets of a case. Cases are what stands in
-    the brackets: `cases` move and the others stay, or all move except those of `keep`.
+    `test` and `instead` are node ids below parity_tests/, without the brackets of a case. A case is the text in the
+    brackets. Only `cases` are slow; or, with `keep`, all cases except those.
     """
 
     test: str
@@ -47,12 +47,12 @@ class Slow:
             raise ValueError(f"{TABLE.name}: {self.test}: exactly one of keep, cases and instead is needed")
 
     def moves(self, case: str) -> bool:
-        """Return whether this case of the function runs only with --all."""
+        """Return whether this case of the test function runs only with --all."""
         return case in self.cases if self.cases else case not in self.keep
 
 
 def table() -> dict[str, Slow]:
-    """Read the table, by test function."""
+    """Return the rows of the table by test function. Raises ValueError if a test has two rows."""
     rows = [Slow(**_as_tuples(row)) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["slow"]]
     found = {row.test: row for row in rows}
     if len(found) != len(rows):
@@ -65,7 +65,7 @@ def _as_tuples(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(nodeid: str) -> tuple[str, str]:
-    """Split a node id into the function, relative to parity_tests/, and the case, empty if there is none."""
+    """Split a node id into the test function, relative to parity_tests/, and the case, or "" if there is none."""
     function, _, case = nodeid.removeprefix(FOLDER).partition("[")
     return function, case.removesuffix("]")
 
@@ -77,7 +77,7 @@ def is_slow(nodeid: str, rows: dict[str, Slow]) -> bool:
 
 
 def amount(by_default: int, *, with_all: int) -> int:
-    """Return how many drawn cases a test tries: fewer by default than with --all."""
+    """Return the number of random cases that a test should try: `with_all` under --all, else `by_default`."""
     return with_all if _all_tests else by_default
 
 
@@ -88,7 +88,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark that slow tests are given, and note --all for `amount`, before tests are imported."""
+    """Register the mark of slow tests, and store --all for `amount`, before tests are imported."""
     global _all_tests
     _all_tests = config.getoption("all_tests")
     config.addinivalue_line("markers", f"{MARK}: runs only with --all (given by {FOLDER}{TABLE.name})")
@@ -107,19 +107,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item.get_closest_marker(MARK) is None]
     _left_out = len(slow)
-    # A worker of pytest-xdist: its process collects, and another one reports.
+    # In a worker of pytest-xdist: workers collect the tests, and the main process reports.
     getattr(config, "workeroutput", {})[_COUNT] = _left_out
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the count from a worker of pytest-xdist; each of them collects all tests."""
+    """Read the count from a worker of pytest-xdist. Every worker collects all tests, so any of them will do."""
     global _left_out
     _left_out = getattr(node, "workeroutput", {}).get(_COUNT, _left_out)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were left out, also under pytest-xdist, which does not count them."""
+    """Print the number of deselected tests, also under pytest-xdist, which does not count them."""
     for line in (*_lines(), *_not_run(terminalreporter)):
         terminalreporter.write_line(line)
 
@@ -130,7 +130,7 @@ def _lines() -> Iterator[str]:
 
 
 def _not_run(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
-    """Yield a line that counts the commands of pages that bear a mark and were not run, by their reasons."""
+    """Yield a line with the number of documentation commands that were not run, by reason."""
     counts = Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,4 +1,4 @@
-"""Read a checkpoint, whichever backend wrote it."""
+"""Read a checkpoint of either backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.scripts.commands.convert import read_orbax
 
 
 def stored(folder: Path) -> State:
-    """Read the state in a checkpoint."""
+    """Return the state in a checkpoint."""
     return load_checkpoint(folder, read_orbax)[0]
 
 
 def weights_of(folder: Path) -> bytes:
-    """Return the bytes of its weights, by name."""
+    """Return the weights in a checkpoint as bytes: names and values, in the order of the names."""
     params = stored(folder).params
     return b"".join(name.encode() + params[name].tobytes() for name in sorted(params))

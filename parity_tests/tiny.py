@@ -1,4 +1,4 @@
-"""Small configurations and batches that the tests share."""
+"""Small configurations and batches for tests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TRAIN = {"steps": 12, "batch_size": 4, "micro_batch_size": 2, "sequence_length":
 def tiny_config(
     policy: str = "bf16", compiled: bool = False, train: dict[str, Any] | None = None, **model: Any
 ) -> RunConfig:
-    """Build a two-block Llama over bytes; it clips at a norm that is always exceeded, so that clipping is checked.
+    """Return the run of a two-block Llama over bytes. Every step clips, so that tests cover clipping.
 
-    The run file of scripts/studies/tiny_workspace.py has the same settings: both share the reference's sessions.
+    The run file of scripts/studies/tiny_workspace.py has the same settings, so both share the reference's sessions.
     """
     return RunConfig(
         model=ModelConfig(**(MODEL | model)),
@@ -42,12 +42,15 @@ def tiny_config(
 
 @cache
 def text_bytes() -> np.ndarray:
-    """Real text: bytes of one of the standard library's modules, uint8."""
+    """Return the source text of a module of the standard library, as uint8."""
     return np.frombuffer((Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_bytes(), np.uint8)
 
 
 def text_batch(config: RunConfig, seed: int = 0) -> Batch:
-    """Random windows of real text, all loss weights 1; each line is a document where attention uses them."""
+    """Return random windows of `text_bytes`, with all loss weights 1.
+
+    Each line is a document if the configuration's attention needs documents.
+    """
     rows, length = config.train.batch_size, config.train.sequence_length
     data = text_bytes()
     starts = np.random.default_rng(seed).integers(0, len(data) - length - 1, rows)

@@ -1,4 +1,4 @@
-"""A reference that shows a step at once, from weights that it holds: it runs no single stages, or not all."""
+"""A reference that computes a whole step from its own weights, and runs no single stages, or not all of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from lockstep.jax_backend.backend import JaxBackend
 
 
 class AtOnce(JaxBackend):
-    """JAX's reference with the methods of a session that holds its weights. refused: the stage that it does not run."""
+    """The JAX reference without `run_stage`, or with one that refuses a stage.
+
+    refused: the stage that it does not run; None: no stages at all.
+    """
 
     def __init__(self, refused: str | None = None) -> None:
         self._refused = refused
 
     def open(self, config: RunConfig) -> Any:
-        """Open a session without `run_stage`, or with one that refuses a stage."""
+        """Open a session without `run_stage`, or with one that raises NotSupported for the refused stage."""
         session: Any = super().open(config)
         if self._refused is None:
             shown = ("state", "load", "gradients", "observe", "close")

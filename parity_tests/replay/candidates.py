@@ -11,6 +11,6 @@ class _From5(Gelu):
 
 
 class Faulty(TorchBackend):
-    """GELU for SiLU in the first block, from step 5 on."""
+    """The first block uses GELU in place of SiLU, from step 5 on."""
 
     session_class = _From5

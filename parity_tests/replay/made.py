@@ -1,4 +1,4 @@
-"""Tiny evidence, checks and runs that the tests of this folder share, and the candidates that made them."""
+"""Tiny evidence, checks and runs for the tests of this folder, and the candidates that produce them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
 
-# The configuration of most tests of checks: all share the reference's programs.
+# Most tests of checks use this configuration, and so share the reference's compiled programs.
 CONFIG = tiny_config("bf16")
 STEPS = CONFIG.train.steps
 VERSIONS = {"torch": "2.13.0", "numpy": "2.0"}
 
 
 def backend(session: type[TorchSession]) -> TorchBackend:
-    """Build a backend that opens this session."""
+    """Return a backend that opens sessions of this class."""
     made = TorchBackend()
     made.session_class = session
     return made
 
 
 class SharedJax(JaxBackend):
-    """The base of a test's own reference: it opens the sessions that tests of `JaxBackend` itself share."""
+    """The base class of references that a test defines: it opens the shared sessions of `JaxBackend`."""
 
     def open(self, config: RunConfig) -> JaxSession:
         session: JaxSession = Shared(JaxBackend()).open(config)
@@ -60,13 +60,13 @@ def evidence_of(session: TorchSession, number: int = 0) -> Evidence:
 
 
 def checked(made: TorchBackend, config: RunConfig = CONFIG) -> tuple[Evidence, Check]:
-    """Return the evidence of a candidate's first step, and its verdict."""
+    """Return the evidence of a candidate's first step, and the check of it."""
     evidence = evidence_of(made.open_rank(config))
     return evidence, judge(evidence, reference(config))
 
 
 class Gelu(TorchSession):
-    """GELU for SiLU, from step `since` on."""
+    """The first block uses GELU in place of SiLU, from step `since` on."""
 
     since = 1
 
@@ -83,7 +83,7 @@ class Gelu(TorchSession):
 
 @cache
 def of_gelu() -> tuple[Evidence, Check]:
-    """Return what `checked` does of `Gelu`, for tests that only read it."""
+    """Return `checked` of `Gelu`, computed once. Tests must not change it."""
     return checked(backend(Gelu))
 
 
@@ -92,7 +92,7 @@ class GeluFrom7(Gelu):
 
 
 class BadAt7(Gelu):
-    """Wrong at step 7 alone."""
+    """The first block uses GELU in step 7 alone."""
 
     def build_model(self):
         model = super().build_model()
@@ -102,7 +102,7 @@ class BadAt7(Gelu):
 
 
 class Flips(TorchSession):
-    """One value of one gradient is corrupted in the first step that is made, and never again (FAULTS #34)."""
+    """One element of one gradient is wrong in the first step of the class, and never again (FAULTS #34)."""
 
     struck = False
 
@@ -115,7 +115,7 @@ class Flips(TorchSession):
 
 
 class HiddenMomentum(TorchSession):
-    """A tenth of the last step's gradients is added to this one's: kept outside the state, and forgotten on load."""
+    """Each step adds a tenth of the last step's gradients to its own. They are not in the state; a load clears them."""
 
     _last = None
 
@@ -131,7 +131,7 @@ class HiddenMomentum(TorchSession):
 
 
 class SumsInBf16(TorchSession):
-    """Gradients of micro-batches are summed in bf16."""
+    """The sum of gradients over micro-batches is rounded to bf16."""
 
     def accumulate(self, batch):
         result = super().accumulate(batch)
@@ -142,7 +142,7 @@ class SumsInBf16(TorchSession):
 
 
 def run_batch(config: RunConfig, step: int) -> Batch:
-    """Return the batch of a step in the data order of these runs."""
+    """Return the batch that these runs train on in a step."""
     return text_batch(config, step)
 
 
@@ -153,7 +153,7 @@ def make_run(
     checkpoints: tuple[int, ...] = (),
     sketches: tuple[int, ...] = (),
 ) -> RunDir:
-    """Make a run directory as `lockstep train` leaves it, with checkpoints and sketches at these steps."""
+    """Make a run directory as `lockstep train` does, with checkpoints and sketches at these steps."""
     config = CONFIG
     run = RunDir.create(path, config, {"backend": "torch"})
     trainer = session(config)
@@ -170,13 +170,13 @@ def make_run(
 
 
 def fake_check(path: Path, step: int, verdict: str) -> None:
-    """Write a line of parity.jsonl with this verdict on a step."""
+    """Append a check of a step with this verdict to parity.jsonl."""
     with (path / "parity.jsonl").open("ab") as file:
         file.write(sealed_line({"schema": 2, "step": step, "verdict": verdict, "stages": []}))
 
 
 def run_here(folder, made):
-    """Run the script in this process (torch is loaded already); return its exit code."""
+    """Run the repro script in this process, which has imported torch already; return its exit code."""
     folder.mkdir(exist_ok=True)
     np.savez(folder / "stage.npz", **made.tensors)
     (folder / "repro.py").write_text(made.script)
@@ -186,7 +186,7 @@ def run_here(folder, made):
 
 
 class Accused:
-    """A check whose origin is chosen by the test."""
+    """A stand-in for a check, with an origin that the test chooses."""
 
     def __init__(self, step, findings, not_covered, accused: Finding):
         self.step, self.findings, self.not_covered = step, (*findings, accused), not_covered

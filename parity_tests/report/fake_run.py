@@ -1,4 +1,4 @@
-"""A run directory as a real run would leave it, honest or faulty, made up from a seed."""
+"""A made-up run directory like that of a real run, right or faulty, from a seed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def write_run(
     seed: int = 0,
     model: ModelConfig = MODEL,
 ) -> Path:
-    """Write the files of one run that was checked each `every` steps; a faulty one breaks RoPE at `FAULT_STEP`."""
+    """Write the files of a run that was checked every `every` steps; return the directory.
+
+    faulty: RoPE is wrong from `FAULT_STEP` on.
+    """
     path.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     records = [record(step, steps, rng) for step in range(1, steps + 1)]
@@ -84,7 +87,7 @@ def write_run(
 
 
 def record(step: int, steps: int, rng: np.random.Generator) -> dict[str, Any]:
-    """One line of records.jsonl."""
+    """Return one record of records.jsonl."""
     clean = 3.55 + 4.78 * math.exp(-step / 28) * 0.55 + 4.78 * 0.45 * (1 + step / 30) ** -0.9
     loss = clean + rng.normal(0, 0.07)
     warm = min(step / 20, 1.0)
@@ -120,7 +123,7 @@ def record(step: int, steps: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def about() -> dict[str, Any]:
-    """`run.json`."""
+    """Return the content of run.json."""
     return {
         "name": "stdlib-6l",
         "backend": "torch",
@@ -144,7 +147,7 @@ def about() -> dict[str, Any]:
 def check_lines(
     steps: Iterable[int], faulty: bool, rng: np.random.Generator, model: ModelConfig = MODEL
 ) -> tuple[list[dict[str, Any]], Bias]:
-    """Lines of parity.jsonl, some skipped, and the sums of their local comparisons."""
+    """Return the lines of parity.jsonl, some of them skipped checks, and the sums of their local comparisons."""
     lines: list[dict[str, Any]] = []
     sums = Bias()
     for step in steps:
@@ -159,7 +162,7 @@ def check_lines(
 
 
 def biases(sums: Bias, rng: np.random.Generator) -> list[Finding]:
-    """Return findings over steps of two stages: one honest, one with a small bias to one side."""
+    """Return findings over steps for two stages: one right, one with a small systematic error."""
     found = []
     for stage, tap, lean in (("q", "blocks.0.attn.q", 0.0), ("attn_norm", "blocks.1.attn_norm", 0.02)):
         key, n = (stage, "forward", tap), 512
@@ -171,7 +174,7 @@ def biases(sums: Bias, rng: np.random.Generator) -> list[Finding]:
 
 
 def findings(bad: bool, rng: np.random.Generator, model: ModelConfig = MODEL) -> list[Finding]:
-    """Return the chain of one check; `bad` plants a wrong RoPE table and its consequences."""
+    """Return the findings of one check. bad: with a wrong RoPE table and its consequences."""
     found = [exact("tokens", "tokens", "data", 2048), exact("weights", "names", "state", 57)]
     depth = 0.0
     for stage in forward_stages(model):
@@ -207,7 +210,7 @@ def tensor(
     rng: np.random.Generator,
     note: str = "",
 ) -> Finding:
-    """Return a compared tensor. The bound on the gain follows the twin's error, so that no two steps have the same."""
+    """Return the finding of a tensor. Its bound on the gain depends on the twin's error, and so differs by step."""
     local = scope == "local"
     high = 1.25 if local else 1.45
     basis = f"780 clean draws reached {high**0.5:.3g}, ^2"
@@ -223,7 +226,7 @@ def tensor(
 
 
 def scalar(stage: str, tap: str, phase: str, rng: np.random.Generator) -> Finding:
-    """Return a number that was recomputed in FP64."""
+    """Return the finding of a number that is recomputed in FP64."""
     ulp = Measure(
         "ulp", float(rng.integers(0, 3)), None, 4.0, "a float32 sum of 2048 terms in pairs: log2(2048) / 3 ulp"
     )
@@ -231,5 +234,5 @@ def scalar(stage: str, tap: str, phase: str, rng: np.random.Generator) -> Findin
 
 
 def exact(stage: str, tap: str, phase: str, size: int) -> Finding:
-    """Integers, compared one by one."""
+    """Return the finding of an integer tensor of `size` elements, which is compared exactly."""
     return Finding(stage, tap, phase, None, "local", (Measure("mismatches", 0.0, None, 0.0, "exact"),), size)

@@ -1,1 +1,1 @@
-"""Sketches and observations."""
+"""Tests of sketches and observations."""

@@ -1,4 +1,4 @@
-"""Trials whose runs are written at once, with losses that are known: what a sweep makes of them is the same."""
+"""Trials with made-up runs and known losses, to test sweeps without training."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ SPACE = ("optim.peak-lr=1e-4:1e-1:log", "optim.weight-decay=0,0.1")
 
 
 def plan(*space: str, trials: int = 0, sampler: str = "auto", config: RunConfig = CONFIG, **more: Any) -> Plan:
-    """Return a plan over a space."""
+    """Return the plan of a sweep over a space; `SPACE` by default."""
     return Plan(config, choose(read_space(space or SPACE), sampler, trials, 0), **more)
 
 
 def final_loss(config: RunConfig) -> float:
-    """Return the loss after the last step: a parabola in ln lr, with its minimum at BEST at any width."""
+    """Return the loss after the last step: a parabola in ln lr with its minimum at BEST, for models of any width."""
     return 4 + 0.1 * math.log(config.optim.peak_lr / BEST) ** 2 + 0.01 * config.optim.weight_decay
 
 
 @dataclass
 class MadeUp:
-    """An engine that writes runs. order: of the jobs of a round. stop_after: trials, then Ctrl-C.
+    """An engine of a sweep that writes runs without training.
 
-    wrong: whether a check of a trial disagrees; failing: why a trial cannot be trained, or empty.
+    order:      sorts the jobs of a round.
+    stop_after: the number of trials after which it raises KeyboardInterrupt.
+    wrong:      whether the checks of a trial disagree.
+    failing:    the reason why a trial fails, or "".
     """
 
     order: Callable[[Sequence[Job]], Sequence[Job]] = list
@@ -54,10 +57,10 @@ class MadeUp:
     made: list[str] = field(default_factory=list)
 
     def start(self) -> None:
-        """Reach nothing."""
+        """Do nothing: there are no machines to reach."""
 
     def run(self, jobs: Sequence[Job], ended: Callable[[Job, End], None], tick: Callable[[], None]) -> None:
-        """Write each run as far as its pruner lets it come."""
+        """Write each run, up to the step at which its pruner stops it."""
         for job in self.order(jobs):
             if len(self.made) >= self.stop_after:
                 raise KeyboardInterrupt
@@ -88,7 +91,7 @@ class MadeUp:
 
 
 def made(folder: Path, of: Plan, engine: MadeUp, retry: bool = False) -> list[Trial]:
-    """Run a sweep in a folder, or go on with it; returns its trials."""
+    """Run or resume a sweep in a folder; return its trials."""
     write_plan(folder, of)
     with Sweep(folder, of) as sweep:
         sweep.run(engine, lambda trial: None, retry)
@@ -96,5 +99,5 @@ def made(folder: Path, of: Plan, engine: MadeUp, retry: bool = False) -> list[Tr
 
 
 def outcomes(trials: Sequence[Trial]) -> list[Any]:
-    """Return the results that must be the same under every engine."""
+    """Return the results of trials that must be equal for all engines."""
     return [(t.name, dict(t.point), t.outcome.state, t.outcome.value, t.outcome.reports, t.outcome.why) for t in trials]

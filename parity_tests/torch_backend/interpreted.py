@@ -1,4 +1,4 @@
-"""Triton's interpreter: kernels of torch_backend/kernels/one_kernel_triton.py run on the CPU, one program at a time."""
+"""Run the kernels of torch_backend/kernels/one_kernel_triton.py on the CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = Path(kernels.__file__).parent / "one_kernel_triton.py"
 
 @contextmanager
 def interpreted(source: Path = SOURCE) -> Iterator[None]:
-    """Let the head's kernels be those of a file. Triton was imported under TRITON_INTERPRET=1."""
+    """Load the head's kernels from `source` inside a `with` block. Needs a process with TRITON_INTERPRET=1."""
     from triton.runtime import interpreter
 
     with pytest.MonkeyPatch.context() as patch:
@@ -36,7 +36,7 @@ def interpreted(source: Path = SOURCE) -> Iterator[None]:
 
 
 def rounding(interpreter: ModuleType) -> Any:
-    """Return the interpreter's cast, which cuts FP32 to bf16, as every GPU rounds: to the nearest, ties to even."""
+    """Return a cast for the interpreter, whose own truncates FP32 to bf16: to nearest, ties to even, as on a GPU."""
     cut, tl = interpreter.InterpreterBuilder.cast_impl, interpreter.tl
 
     def cast(self: Any, x: Any, to: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Configurations that differ only in how the program is compiled, and bitwise comparison of what it gives."""
+"""Configurations that differ only in compilation, and bitwise comparison of their gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROGRAMS = {"eager": EAGER, "aot_eager": TRACED, "inductor": GENERATED}
 
 
 def under(config: RunConfig, program: CompileConfig) -> RunConfig:
-    """Return the same run by another program."""
+    """Return the configuration with other compile settings."""
     return config.model_copy(update={"compile": program})
 
 
 def same_gradients(a: Gradients, b: Gradients) -> bool:
-    """Return whether loss, per-token NLL and every gradient are equal in every bit."""
+    """Return whether loss, per-token NLL and all gradients are equal bit for bit."""
     return (
         a.loss == b.loss
         and a.nll.tobytes() == b.nll.tobytes()
@@ -33,10 +33,10 @@ def same_gradients(a: Gradients, b: Gradients) -> bool:
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled yet in this process, and code for two threads whatever the machine.
+    """Clear dynamo's compiled programs before and after a `with` block, and let Inductor generate code for two threads.
 
-    Code for one thread needs no atomic operation, and has none to find. The same setting everywhere lets tests share
-    what Inductor keeps on disk.
+    Code for one thread has no atomic operations, so a test could not find a fault in them. With the same setting on all
+    machines, tests share Inductor's cache on disk.
     """
     torch._dynamo.reset()
     with torch._inductor.config.patch("cpp.threads", 2):

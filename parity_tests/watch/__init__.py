@@ -1,1 +1,1 @@
-"""`lockstep.watch`: somebody's own loop, and what is planted in it."""
+"""Tests of `lockstep.watch`: training loops written without Lockstep, and faults planted in them."""

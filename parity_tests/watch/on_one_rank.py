@@ -1,4 +1,4 @@
-"""Loops under DistributedDataParallel on one rank, watched: run as a program, whose process had no group before.
+"""Watch loops under DistributedDataParallel on one rank. A program of its own, since it makes a process group.
 
 Its argument is the device, `cpu` (gloo) or `cuda` (NCCL). It prints the headline, the verdict and the taps of the
 first check of each case.
@@ -20,12 +20,12 @@ from lockstep.parity_tests.watch.own import Gpt, train
 
 
 def compiled(model: nn.Module) -> Any:
-    """Wrap a model in both, the compiler outermost."""
+    """Return the model in DistributedDataParallel, compiled."""
     return torch.compile(DistributedDataParallel(model), backend="eager")
 
 
 def main() -> None:
-    """Train each case."""
+    """Train each case, and print its results as JSON."""
     device = sys.argv[1]
     group = {"cpu": "gloo", "cuda": "nccl"}[device]
     dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A loop under DistributedDataParallel on two gloo ranks, watched: run as a program, rank and port in its arguments."""
+"""Watch a loop under DistributedDataParallel on two gloo ranks. A program; its arguments are the rank and the port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.parity_tests.watch.own import Gpt, batches, gpt_loss
 
 
 def train(case: str, rank: int, store: str) -> Watcher:
-    """Each rank's own batch; a check is given both."""
+    """Train a case. Each rank has its own batch; a check gets both."""
     dist.init_process_group("gloo", init_method=f"file://{store}-{case}", rank=rank, world_size=2)
     torch.manual_seed(0)
     own = Gpt()
@@ -30,7 +30,7 @@ def train(case: str, rank: int, store: str) -> Watcher:
         loss = gpt_loss(model, pair[rank])
         loss.backward()
         if case == "one rank's gradient doubled" and rank == 1:
-            # As a hook on one rank alone may do: from then on, the ranks' weights differ as well.
+            # As a hook on one rank alone may do. From this step on, the weights differ between ranks as well.
             for p in own.parameters():
                 assert p.grad is not None
                 p.grad *= 2

@@ -1,4 +1,4 @@
-"""Somebody's own models and loop for `watch(model, optimizer, loss=fn)`: a small GPT, and Hugging Face's GPT-2."""
+"""User models and a loop for `watch(model, optimizer, loss=fn)`: a small GPT, and Hugging Face's GPT-2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 
 class Block(nn.Module):
-    """Attention and MLP before which stand norms."""
+    """A pre-norm block of attention and MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
 
 
 def gpt_loss(model: Any, batch: Batch) -> Tensor:
-    """Compute the mean over tokens that are not padding."""
+    """Return the mean loss over tokens that are not padding."""
     logits = model(batch["tokens"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=-1)
 
@@ -64,7 +64,7 @@ def gpt2_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def gpt2(attention: str) -> nn.Module:
-    # The package is heavy, and not all tests that use this file need it.
+    # Importing transformers takes long, and not all tests that use this file need it.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -83,14 +83,14 @@ PRECISIONS = ("fp32", "autocast", "bf16 weights")
 
 
 def batches(count: int, seed: int = 0) -> list[Batch]:
-    """Token ids and targets."""
+    """Return `count` random batches of token ids and targets."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator) for _ in range(count)]
     return [{"tokens": x[:, :-1], "targets": x[:, 1:]} for x in drawn]
 
 
 def nothing(*_: Any) -> None:
-    """No fault."""
+    """Plant no fault."""
 
 
 def train(
@@ -109,9 +109,10 @@ def train(
     lr: float = 1e-2,
     **settings: Any,
 ) -> Watcher:
-    """Train in one of `PRECISIONS`.
+    """Train the model `name` under `watch`, in one of `PRECISIONS`; return the watcher.
 
-    `during` is around the candidate's forward and backward alone, `spoil` between them and the block.
+    during: a context for the candidate's forward and backward pass. spoil: plants a fault between these and the
+    watcher's block.
     """
     torch.manual_seed(seed)
     make, loss_of = MODELS[name]

@@ -1,4 +1,4 @@
-"""Programs of several processes, a rank each, that print what they saw as JSON in their last line."""
+"""Run programs of several ranks, which print their results as JSON in the last line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.parity_tests.repository import REPO
 
 
 def answers(program: str, *arguments: str, size: int = 2, timeout: float = 240.0) -> list[dict[str, Any]]:
-    """Run `python -m program RANK arguments` for each rank at once; return their answers in the order of ranks.
+    """Run `python -m program RANK arguments` for all ranks at once; return their results in the order of ranks.
 
-    program: a module of parity_tests/watch, by its name there.
+    program: the name of a module in parity_tests/watch.
     """
     ranks = [
         subprocess.Popen(
@@ -33,7 +33,7 @@ def answers(program: str, *arguments: str, size: int = 2, timeout: float = 240.0
 
 
 def one_rank(device: str) -> dict[str, Any]:
-    """Run on_one_rank.py on a device, and return by case what it prints."""
+    """Run on_one_rank.py on a device; return the results by case."""
     command = [sys.executable, "-m", "lockstep.parity_tests.watch.on_one_rank", device]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)

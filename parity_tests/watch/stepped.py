@@ -1,4 +1,4 @@
-"""Steps of an optimizer by drawn gradients under `watch`: the update alone can be wrong."""
+"""Steps of an optimizer on random gradients under `watch`, where only the update can be wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class Weights(nn.Module):
-    """Matrices whose moments go into 8-bit codes in whole blocks, in a short last block and not at all; a vector."""
+    """A vector, and matrices whose moments fill whole 8-bit blocks, end in a shorter block, or stay in FP32."""
 
     def __init__(self, matrices_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -28,7 +28,10 @@ class Weights(nn.Module):
 def stepped(
     make: Made, *, matrices_only: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **settings: Any
 ) -> Watcher:
-    """Step by drawn gradients, which are their own reference: the update alone can be wrong."""
+    """Step on random gradients under `watch`; return the watcher.
+
+    The gradients are their own reference, so only the update can be wrong.
+    """
     torch.manual_seed(0)
     model = Weights(matrices_only, dtype).to(device)
     optimizer = make(list(model.parameters()))
@@ -37,7 +40,7 @@ def stepped(
         grads = {name: 0.01 * torch.randn_like(p) for name, p in model.named_parameters()}
         for name, p in model.named_parameters():
             p.grad = grads[name].clone()
-        if number == 2:  # a row that no token reached: zeros in the gradient and, elsewhere, all of a block
+        if number == 2:  # rows without tokens: zero gradients, which fill whole blocks
             dict(model.named_parameters())["wide"].grad[:8] = grads["wide"][:8] = 0.0  # type: ignore[index]
         batch = {name: (g.float() if dtype is torch.bfloat16 else g).cpu().numpy() for name, g in grads.items()}
         with watcher.step(batch, 0.0), torch.compiler.set_stance("force_eager"):

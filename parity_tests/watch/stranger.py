@@ -1,4 +1,4 @@
-"""Somebody's own model, loss and loop: nothing of Lockstep but the watcher. The JAX function is theirs as well."""
+"""A user's model, loss and loop, with nothing of Lockstep but the watcher. The JAX function is the user's as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Tagger(nn.Module):
-    """Embedding, LayerNorm, a causal attention of one head, an MLP with dropout, logits."""
+    """A model of embedding, LayerNorm, causal attention with one head, an MLP with dropout, and logits."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +46,10 @@ def torch_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def jax_nll(params: dict[str, jax.Array], batch: Any, operand: Any = None) -> jax.Array:
-    """(ROWS, LENGTH) NLL; with `operand`, matrix products take and give that dtype, as under autocast."""
+    """Return the NLL (ROWS, LENGTH).
+
+    operand: the dtype of inputs and outputs of matrix products, as under autocast.
+    """
     tokens, targets = batch
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -82,7 +85,7 @@ def batches(count: int, seed: int = 0) -> list[Batch]:
 
 
 def nothing(*_: Any) -> None:
-    """No fault."""
+    """Plant no fault."""
 
 
 def train(
@@ -98,7 +101,10 @@ def train(
     autocast: bool = False,
     **settings: Any,
 ) -> Watcher:
-    """Train. `spoil` runs between backward and the watcher's block; `settings` are those of `watch`."""
+    """Train under `watch`; return the watcher.
+
+    spoil: plants a fault between the backward pass and the watcher's block. settings: those of `watch`.
+    """
     torch.manual_seed(seed)
     model = model or Tagger()
     chosen = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3)))(list(model.parameters()))

@@ -1,6 +1,6 @@
-"""Loops of two gloo ranks with one verdict, under DistributedDataParallel and FSDP2: run as a program, a rank each.
+"""Watch loops of two gloo ranks with one verdict, under DistributedDataParallel and FSDP2. Each rank runs this program.
 
-It prints, by case, what the checks of this rank say.
+It prints the results of this rank's checks by case.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ def fsdp_summed(own: nn.Module, **_: Any) -> Any:
 
 
 def uneven(rank: int, batch: Batch) -> Batch:
-    """Return a batch whose targets are fewer on rank 1."""
+    """Return the batch with fewer targets on rank 1."""
     targets = batch["targets"].clone()
     targets[: 2 * rank] = -1
     return {**batch, "targets": targets}
 
 
 def counted(parts: Sequence[Batch]) -> list[float]:
-    """Return the weights that make means of micro-batches the mean over all tokens."""
+    """Return weights of micro-batches by which the sum of their means is the mean over all tokens."""
     counts = [int((part["targets"] >= 0).sum()) for part in parts]
     return [count / sum(counts) for count in counts]
 
 
 def weighted_by_tokens(batch: Batch, loss: Tensor) -> Tensor:
-    """As a trainer does that means the mean over the tokens of all ranks: gradients are divided by the ranks."""
+    """Return the loss weighted so that, after DDP's mean over ranks, it is the mean over the tokens of all ranks."""
     count = (batch["targets"] >= 0).sum()
     total = count.clone()
     dist.all_reduce(total)
@@ -98,50 +98,50 @@ def clips_to_half(model: Any) -> None:
 
 
 def clips_each_alone(model: Any) -> None:
-    """As a clip does that takes each tensor's own norm for that of all."""
+    """Plant a fault: clip each tensor by its own norm, not by the norm of all."""
     for p in model.parameters():
         nn.utils.clip_grad_norm_([p], CLIP)
 
 
 def nothing(*_: Any) -> None:
-    """No fault."""
+    """Plant no fault."""
 
 
 def drifts(own: nn.Module, rank: int, step: int) -> None:
-    """From the second step on, rank 1 has other weights."""
+    """Plant a fault: from the second step on, rank 1 has other weights."""
     if rank == 1 and step == 1:
         with torch.no_grad():
             next(own.parameters()).mul_(1.0001)
 
 
 def other_gradient(own: nn.Module, rank: int, step: int) -> None:
-    """Rank 1's gradient of one tensor is another, after the ranks have shared theirs."""
+    """Plant a fault: change rank 1's gradient of one tensor after the reduction."""
     if rank == 1 and step == 1:
         list(own.parameters())[3].grad.mul_(1.0001)  # type: ignore[union-attr]
 
 
 def part_of_a_gradient(own: nn.Module, rank: int, step: int) -> None:
-    """Make rank 1's part of one gradient too long."""
+    """Plant a fault: rank 1's shard of one gradient is 5 % too large."""
     if rank == 1 and step == 1:
         list(own.parameters())[3].grad.to_local().mul_(1.05)  # type: ignore[union-attr]
 
 
 def part_of_a_weight(own: nn.Module, rank: int, step: int) -> None:
-    """Change rank 1's part of one weight before the second step."""
+    """Plant a fault: change rank 1's shard of one weight before the second step."""
     if rank == 1 and step == 1:
         with torch.no_grad():
             list(own.parameters())[3].to_local().mul_(1.0001)  # type: ignore[attr-defined]
 
 
 def cannot_read(optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """Rank 1's optimizer holds what cannot be copied, from the second step on."""
+    """Plant a fault: from the second step on, rank 1's optimizer has a state that cannot be copied."""
     if rank == 1 and step == 1:
         first = next(iter(optimizer.state.values()))
         first["broken"] = Unreadable()
 
 
 class Unreadable:
-    """Looks like a tensor."""
+    """An object with the attributes of a tensor, which raises when it is read."""
 
     shape, dtype = (2,), torch.float32
 
@@ -150,13 +150,13 @@ class Unreadable:
 
 
 def does_not_step(optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    """Rank 1's optimizer leaves the second step out."""
+    """Plant a fault: rank 1's optimizer skips the second step."""
     if rank == 1 and step == 1:
         setattr(optimizer, "step", nothing)  # noqa: B010 - a method
 
 
 def failing(model: Any, batch: Batch) -> Tensor:
-    """Raise on a copy of the module, which is where a check calls it."""
+    """Return the loss, but raise RuntimeError if the model is not wrapped, as the copy that a check uses."""
     if type(model) is Gpt:
         raise RuntimeError("planted")
     return gpt_loss(model, batch)
@@ -220,7 +220,7 @@ def train(
     asks: Callable[[int, int], bool | None] = lambda rank, step: None,
     **settings: Any,
 ) -> Watcher:
-    """Train with a check at every step; each rank hands over its own batch and loss."""
+    """Train with a check at every step; each rank passes its own batch and loss to the watcher."""
     torch.manual_seed(0)
     own = Gpt()
     model = wrap(own, **(policy or {}))
@@ -244,20 +244,20 @@ def train(
 
 
 def checks_alone(rank: int) -> str:
-    """Rank 0 checks the second step and rank 1 does not. Returns the headline of the rank."""
+    """Let rank 0 check the second step, and rank 1 not; return this rank's headline."""
     watcher = train(rank, ddp, every=100, asks=lambda rank, step: True if step == 1 and rank == 0 else None)
     return watcher.headline
 
 
 def watches_alone(rank: int) -> str:
-    """Rank 0 calls `watch` and rank 1 does not. Returns the error it got."""
+    """Let rank 0 call `watch`, and rank 1 not; return the error that rank 0 gets."""
     model, said = ddp(Gpt()), ""
     if rank == 0:
         try:
             watch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=gpt_loss)
         except UserError as error:
             said = str(error)
-    # Both go on with their training.
+    # Both ranks continue training.
     gpt_loss(model, batches(1, rank)[0]).backward()
     return said
 
@@ -266,14 +266,14 @@ APART = {"checks alone": checks_alone, "watches alone": watches_alone}
 
 
 def apart(name: str, rank: int) -> str:
-    """Run a case in which ranks wait for each other for two seconds."""
+    """Run a case in which ranks wait for each other for at most two seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "MEETING", timedelta(seconds=2))
         return APART[name](rank)
 
 
 def told(watcher: Watcher) -> dict[str, Any]:
-    """Return the values that a test reads."""
+    """Return the results of a watcher that tests read."""
     bad = next((check for check in watcher.checks if check.verdict == "disagreed"), None)
     broken = [f for f in bad.findings if not f.ok] if bad else []
     return {

@@ -1,1 +1,1 @@
-"""`lockstep.watch_trainer` and its like, each on the real library's loop."""
+"""Tests of `lockstep.watch_trainer` and the other adapters, each on its library's real training loop."""

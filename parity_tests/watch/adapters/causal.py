@@ -1,4 +1,4 @@
-"""Small causal language models of transformers, and rows of uneven length for them."""
+"""Small causal language models of transformers, and data of sequences with different lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llama() -> nn.Module:
 
 
 def gpt2_that_shifts() -> nn.Module:
-    """GPT-2 with the attribute by which Trainer tells that labels are shifted (FINDING in test_trainer.py)."""
+    """Return GPT-2 with `loss_type`, by which Trainer recognises models that shift labels (see test_trainer.py)."""
     model: Any = gpt2()
     model.loss_type = "ForCausalLM"
     return model
@@ -38,7 +38,7 @@ MODELS = {"llama": llama, "gpt2": gpt2_that_shifts}
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:
-    """Rows of 3 to `LENGTH` tokens, padded on the right; padding is masked, and no target."""
+    """Return `count` sequences of 3 to `LENGTH` tokens, padded on the right. Padding is masked, and is no target."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for i in range(count):

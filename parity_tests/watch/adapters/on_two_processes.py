@@ -1,6 +1,7 @@
-"""Trainer and Accelerator of two processes, watched: run as a program, a process each.
+"""Watch Trainer and Accelerator on two processes. Each process runs this program.
 
-Its arguments are the process's number, a folder and cases. It prints, by case, what the checks of this process say.
+Its arguments are the number of the process, a folder, and cases. It prints the results of this process's checks, by
+case.
 """
 
 from __future__ import annotations

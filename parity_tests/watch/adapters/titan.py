@@ -1,6 +1,6 @@
-"""torchtitan's own Trainer on its debug model, watched.
+"""Watch torchtitan's own Trainer on its debug model.
 
-Tokenizer and data are stand-ins: rows of drawn tokens, of which some are no targets.
+Tokenizer and data are replaced: the data are random tokens, and some of them are no targets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS, LENGTH, VOCAB, STEPS, CLIP = 2, 16, 2048, 3, 0.5
 
 
 class NoTokenizer(BaseTokenizer):
-    """Stands where a tokenizer must: the data are tokens."""
+    """A tokenizer without a function, which torchtitan requires, although the data are tokens already."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -49,7 +49,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Drawn(BaseDataLoader):
-    """Rows of drawn tokens in two documents each, other ones on each rank; fewer targets on later ranks and batches."""
+    """Random tokens, two documents per row. Tokens and the number of targets differ between ranks and batches."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -77,7 +77,7 @@ class Drawn(BaseDataLoader):
 
 
 class TimesMicroBatches(Trainer):
-    """Gradients are the number of micro-batches too long."""
+    """Gradients are too large by a factor of the number of micro-batches."""
 
     def forward_backward_step(self, **given: Any) -> Any:
         return super().forward_backward_step(
@@ -86,7 +86,7 @@ class TimesMicroBatches(Trainer):
 
 
 class MeanOfMeans(Trainer):
-    """Each micro-batch's own mean over its targets, and their mean."""
+    """The loss is the mean of the micro-batches' own means, not the mean over all targets."""
 
     def forward_backward_step(self, **given: Any) -> Any:
         count = (given["labels"] != -100).sum() * self.gradient_accumulation_steps * dist.get_world_size()
@@ -94,7 +94,7 @@ class MeanOfMeans(Trainer):
 
 
 class LocalTokens(Trainer):
-    """Each rank divides by its own targets times the ranks, not by those of all."""
+    """Each rank divides by its own number of targets times the number of ranks, not by the number over all ranks."""
 
     def forward_backward_step(self, **given: Any) -> Any:
         count = (given["labels"] != -100).sum() * dist.get_world_size()
@@ -102,7 +102,7 @@ class LocalTokens(Trainer):
 
 
 def no_clip(trainer: Trainer) -> None:
-    """Clipping reads another limit than the configuration's."""
+    """Plant a fault: clipping uses a limit of 1e9, not that of the configuration."""
     original = trainer.train_step
 
     def train_step(data: Any) -> Any:
@@ -132,7 +132,7 @@ def schedule_twice(trainer: Trainer) -> None:
 
 
 def nothing(_: Trainer) -> None:
-    """No fault."""
+    """Plant no fault."""
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -153,7 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
 def built(
     folder: Path, kind: type[Trainer] = Trainer, precision: str = "bfloat16", parts: int = 1, chunks: int = 0
 ) -> Trainer:
-    """Build a trainer of the debug model, of 3 steps, on the CPU."""
+    """Return a trainer of the debug model for STEPS steps on the CPU."""
     config: Any = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
@@ -169,12 +169,12 @@ def built(
     training.disable_cuda_graphs, training.mixed_precision_param = True, precision
     config.activation_checkpoint, config.validator.enable, config.checkpoint.enable = None, False, False
     if dist.get_world_size() > 1:
-        # torch 2.13's fully_shard refuses what torchtitan's default, spmd_types, hands to it on several ranks.
+        # With torchtitan's default, spmd_types, torch 2.13's fully_shard raises an error on several ranks.
         config.parallelism.spmd_backend = "partial_dtensor"
     trainer = kind(config)
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
-            # gloo has no product beside a sum.
+            # gloo can sum, but not multiply the sum in the same operation.
             module.set_force_sum_reduction_for_comms(True)
     return trainer
 

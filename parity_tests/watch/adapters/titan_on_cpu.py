@@ -1,7 +1,7 @@
-"""Run torchtitan's Trainer on the CPU, watched: a program, a rank each, in its arguments ranks, a folder and cases.
+"""Watch torchtitan's Trainer on the CPU. Each rank runs this program.
 
-It prints, by case, what the checks of this rank say. torchtitan takes CUDA for its device where there is none, so its
-device is set before the rest of it is imported.
+Its arguments are the rank, the number of ranks, a folder, and cases. It prints the results of this rank's checks by
+case. torchtitan assumes CUDA even on a machine without it, so `set_device` runs before the rest of it is imported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.attention.flex_attention import create_mask
 
 
 def flexible(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, **_: Any) -> tuple[Tensor, None]:
-    """FlexAttention has no backward pass on the CPU: scores, softmax and sums by hand stand in its place."""
+    """Compute attention by plain operations, since FlexAttention has no backward pass on the CPU."""
     mask = create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
     scores = (q @ k.transpose(-1, -2)).float() / q.shape[-1] ** 0.5
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v, None
 
 
 def set_device() -> None:
-    """Make the CPU torchtitan's device."""
+    """Set torchtitan's device to the CPU."""
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
@@ -44,7 +44,7 @@ def set_device() -> None:
 
 
 def main(number: str, size: str, folder: str, *names: str) -> None:
-    """Train the cases as rank `number` of `size`."""
+    """Train the cases as rank `number` of `size` ranks, and print their results as JSON."""
     os.environ |= {"LOCAL_RANK": number, "RANK": number, "WORLD_SIZE": size}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(number), world_size=int(size))
     set_device()
