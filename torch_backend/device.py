@@ -14,13 +14,11 @@ def resolve_device(config: RunConfig) -> torch.device:
     Raises UserError if the configured CUDA device is missing, or if the precision policy cannot run on the CPU.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "device = 'cuda' was asked for, but torch sees no CUDA device here; use device = 'cpu' or 'auto'"
-        )
+        raise UserError("device = 'cuda' was asked for, but torch finds no CUDA device; use device = 'cpu' or 'auto'")
     if config.device == "cpu" or not torch.cuda.is_available():
         if config.precision.chosen.on_tensor_cores:
             asked = config.precision.policy
-            raise UserError(f"precision.policy = {asked!r} is a format of CUDA's tensor cores; on the CPU use fp32")
+            raise UserError(f"precision.policy = {asked!r} needs CUDA's tensor cores; on the CPU use fp32")
         return torch.device("cpu")
     return torch.device("cuda")
 

@@ -191,7 +191,7 @@ class Observes(Programs):
                 if not torch.equal(shown[name], found[name]):
                     raise NotSupported(
                         f"a program for each window of blocks does not give the same bits at {name}, and the device "
-                        "has no room for one of the whole model (parity.device_gb)"
+                        "has no memory for one of the whole model (parity.device_gb)"
                     )
             shown = {name: found[name] for name in window.border & found.keys()}
 
@@ -444,7 +444,7 @@ class Observes(Programs):
         Raises NotSupported if sampling has another precision policy than the run, or if weights are sharded.
         """
         if self.root is not None:
-            raise NotSupported("a rank holds no whole weights to sample with")
+            raise NotSupported("a rank has no whole weights, which sampling needs")
         weights = {name: p.detach() for name, p in self.parameters.items()}
         decoder = self.decoder_class(self.config, weights, self.device.type)
         if decoder.policy.name != self.policy.name:

@@ -55,7 +55,7 @@ def problem(text: str, length: int, micro: int, steps: int) -> str | None:
         if longest % other:
             return f"a length of {other} does not divide the longest, {longest}"
         if micro * length % other:
-            return f"a micro-batch of {micro} × {length} tokens is no whole number of sequences of {other}"
+            return f"a micro-batch of {micro} × {length} tokens is not a whole number of sequences of {other}"
     ends = last_steps(text, steps)
     for piece, first, last in zip(pieces(text), (0, *ends), ends, strict=False):
         if first == last:

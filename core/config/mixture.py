@@ -52,7 +52,7 @@ def all_parts(text: str) -> tuple[Part, ...]:
     places = [PurePath(path) for path, _ in found]
     for at, place in enumerate(places):
         if place in places[:at]:
-            raise ValueError(f"{place} stands twice: give each data set one weight")
+            raise ValueError(f"{place} occurs twice: give each data set one weight")
     chosen = [weight for _, weight in found if weight]
     if found and not chosen:
         raise ValueError("the weights add up to zero")

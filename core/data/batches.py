@@ -74,8 +74,8 @@ def eval_starts(split: Split, windows: int, sequence_length: int) -> NDArray[np.
     last_start = split.num_tokens - (sequence_length + 1)
     if last_start < 0:
         raise UserError(
-            f"the validation split has {split.num_tokens} tokens, a sequence of {sequence_length} needs one more than "
-            "itself; raise the validation fraction, prepare more text or shorten the sequence"
+            f"the validation split has {split.num_tokens} tokens, a sequence of {sequence_length} needs one more for "
+            "its last target; raise the validation fraction, prepare more text or shorten the sequence"
         )
     # Use integers: with a float step, starts in a long split would be off by whole tokens.
     return np.arange(windows, dtype=np.int64) * last_start // max(1, windows - 1)

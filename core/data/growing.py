@@ -58,11 +58,11 @@ class Waiting:
             elif now - held > _GRACE_SECONDS and not path.is_file():
                 raise UserError(
                     f"{path} is not there, and no process prepares {self._folder}; "
-                    "go on with that preparation: the same `lockstep data prepare` command again"
+                    "continue the preparation with the same `lockstep data prepare` command"
                 )
             if now - began > self._seconds:
                 raise UserError(
-                    f"{path} did not come within data.wait_minutes = {self._seconds / 60:g}, "
+                    f"{path} was not written within data.wait_minutes = {self._seconds / 60:g}, "
                     f"though a process holds {self._folder}"
                 )
             time.sleep(_LOOK_SECONDS)

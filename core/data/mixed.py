@@ -187,7 +187,7 @@ class TokenMixture:
         for source in self.sources:
             if (same := seen.setdefault(source.fingerprint, source)) is not source:
                 raise UserError(
-                    f"{source.folder} and {same.folder} hold the same data: give one of them all the weight"
+                    f"{source.folder} and {same.folder} hold the same data: give one of them the sum of both weights"
                 )
         # Join the splits here and not at the first batch: several threads may make batches.
         self._splits = {name: JoinedSplit([source.split(name) for source in self.sources]) for name in ("train", "val")}

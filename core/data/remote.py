@@ -163,7 +163,7 @@ def _system(path: str, patience: _Patience = _TO_LIST) -> Any:
         )
     if "@" in rest.split("/", 1)[0]:
         raise UserError(
-            f"leave credentials out of the {protocol}:// address, which is written down; {_login(protocol)}"
+            f"leave credentials out of the {protocol}:// address, which Lockstep stores; {_login(protocol)}"
         )
     if not rest.strip("/"):
         raise UserError(f"{path} names nothing; give {protocol}://, a bucket, and a path in it")
@@ -235,7 +235,7 @@ def _in_words(path: str, protocol: str, error: BaseException) -> str:
     if re.search("Credential|Auth|Token|Permission|Gated|Forbidden", f"{names} {code}") or code in ("401", "403"):
         return f"access to {path} was refused ({said}): credentials are missing, wrong or expired; {_login(protocol)}"
     if isinstance(error, FileNotFoundError) or re.search("NotFound|NoSuch|404", f"{names} {code}"):
-        return f"there is nothing at {path} ({said}); check the address, letter by letter"
+        return f"there is nothing at {path} ({said}); check the address"
     if "FileExpired" in names or "Precondition" in code or code == "412":
         return f"{path} was changed while the data was being prepared; run the command again"
     if re.search("Connect|Timeout|HTTPClient|NameResolution|SSL|gaierror", names):

@@ -28,7 +28,7 @@ def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceList
     plan = read_plan(folder)
     if plan is None:
         if found := _ours(folder):
-            raise UserError(f"{found[0]} is in the way and has no {PLAN_NAME}; choose another folder or use --force")
+            raise UserError(f"{found[0]} exists already and has no {PLAN_NAME}; choose another folder or use --force")
         return None
     differences = [
         f"{name} is {there} there, {here} was asked for"
@@ -38,7 +38,9 @@ def plan_to_continue(folder: Path, identity: dict[str, Any], listing: SourceList
     differences.extend(_source_differences(plan.listing, listing))
     if differences:
         listed = "; ".join(differences)
-        raise UserError(f"{folder} was prepared otherwise: {listed}; choose another folder or use --force")
+        raise UserError(
+            f"{folder} was prepared with other settings or data: {listed}; choose another folder or use --force"
+        )
     return plan if _tokenizer_is(folder, plan.tokenizer_sha256) else None
 
 

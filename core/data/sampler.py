@@ -117,8 +117,8 @@ class BlockSampler(Sampler):
             raise ValueError(f"block_length must be >= 1 and seed in [0, 2**64); got {self}")
         if self.num_blocks < 1:
             raise UserError(
-                f"the split has {self.num_tokens} tokens, a sequence of {self.block_length} needs one more than "
-                "itself; prepare more text or shorten the sequence"
+                f"the split has {self.num_tokens} tokens, a sequence of {self.block_length} needs one more for "
+                "its last target; prepare more text or shorten the sequence"
             )
 
     @property

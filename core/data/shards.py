@@ -82,7 +82,7 @@ def shard_name(split: str, number: int) -> str:
 def require_shard_name(name: object) -> None:
     """Raise UserError unless `name` is a shard's file name: files that an index or a plan names may be removed."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no name of a shard; prepare the data again with --force")
+        raise UserError(f"{name!r} is not the name of a shard; prepare the data again with --force")
 
 
 def token_bytes_for(vocab_size: int) -> int:
@@ -105,7 +105,9 @@ class ShardFile:
     def require_unchanged(self) -> None:
         """Raise UserError if the file is missing or was changed: a read beyond the end of a mapped file is fatal."""
         if _identity(self.path) != self.identity:
-            raise UserError(f"the shard {self.path} was changed while it was in use; put it back, or prepare it anew")
+            raise UserError(
+                f"the shard {self.path} was changed while it was in use; restore it, or prepare the data again"
+            )
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:

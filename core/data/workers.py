@@ -67,8 +67,8 @@ def require_source(file: SourceFile) -> None:
     """Raise UserError unless this worker finds a file of the source unchanged."""
     if not file.unchanged():
         raise UserError(
-            f"a worker on {socket.gethostname()} does not see {file.path} as it was listed: the source must lie where "
-            "all machines have it, by the same name"
+            f"a worker on {socket.gethostname()} does not see {file.path} as it was listed: all machines must "
+            "have the source at the same path"
         )
 
 

@@ -265,7 +265,7 @@ def _check(operations: Sequence[Operation]) -> None:
     parameters: dict[str, Parameter] = {}
     for one in operations:
         if one.kind not in KINDS:
-            raise ValueError(f"{one.tap}: {one.kind!r} is no kind of operation; the kinds are {', '.join(KINDS)}")
+            raise ValueError(f"{one.tap}: {one.kind!r} is not a kind of operation; the kinds are {', '.join(KINDS)}")
         if missing := [tap for tap in one.reads.values() if tap not in written]:
             raise ValueError(f"{one.tap} reads {', '.join(missing)}, which no earlier operation writes")
         if one.tap in written:

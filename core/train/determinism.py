@@ -73,7 +73,7 @@ def place(config: RunConfig, about: Mapping[str, Any], versions: Mapping[str, st
 def require_same_place(run: RunDir, now: Mapping[str, Any]) -> None:
     """Raise UserError if the run was proven with other facts than `now` (a result of `place`)."""
     if moved := moves(run.info.get(PROOF, {}).get("where", now), now):
-        raise UserError(f"{run.path}: a deterministic run goes on only where it began: {moved}")
+        raise UserError(f"{run.path}: a deterministic run continues only under the same conditions: {moved}")
 
 
 def prove_run(

@@ -56,4 +56,4 @@ def first_place(loss: float, parameters: Sequence[str], count: int) -> str:
 def of_ranks(places: Mapping[int, str]) -> str:
     """Join the descriptions of several ranks. places: rank → result of `first_place`."""
     found = [f"on rank {rank} {place}" for rank, place in sorted(places.items()) if place]
-    return "; ".join(found) or "on no rank by itself: it arose in the sum over ranks"
+    return "; ".join(found) or "on no single rank: it occurs in the sum over ranks"

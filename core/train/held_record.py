@@ -41,7 +41,7 @@ def _wrong(record: StepRecord, batch: Batch, step: int, config: RunConfig) -> It
     if record.step != step:
         yield f"it is the record of step {record.step}"
     if record.digest != batch.digest():
-        yield "the digest of the batch is not that of the batch that was handed over"
+        yield "the digest of the batch is not that of the batch that the session got"
     if record.tokens != batch.targets.size:
         yield f"tokens {record.tokens:,}, where the batch has {batch.targets.size:,} targets"
     weight = float(batch.weights.sum(dtype=np.float64))

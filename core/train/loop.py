@@ -124,7 +124,7 @@ def step_records(
             with suppress(NotSupported):
                 spent.split_step(ask(session, Timed).seconds_of_step(), "checks" if watched else "other")
             if not is_finite(record):
-                raise NotFinite(record, "the session does not say where, and its weights may have it")
+                raise NotFinite(record, "the session does not report where, and its weights may be affected")
             require_progress(record, config.train.skips_in_a_row)
             # The check of a watched step compares its record, and names the origin of a difference.
             if not watched:
@@ -356,7 +356,9 @@ class Checks:
     def deliver(self, results: Iterator[Check | tuple[int, str]]) -> None:
         """Deliver the results on rank 0 to the sinks; for a check that disagreed, call `alarm` on every rank."""
         # Deliver one result at a time: another check may still be pending during the diagnosis of an alarm.
-        while (result := self._ranks.of_first(lambda: next(results, None), "`hear of a check`")) is not None:
+        while (
+            result := self._ranks.of_first(lambda: next(results, None), "`receive the result of a check`")
+        ) is not None:
             said = None
             if isinstance(result, Check) and result.verdict == "disagreed":
                 self.bad = self.bad or result.step

@@ -69,6 +69,6 @@ def unchanged(session: Session, what: str) -> Iterator[None]:
     if names := state.changed():
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         raise StateChanged(
-            f"{what} changed the session's state, which only steps may: {', '.join(names[:NAMED])}{more}; what it does "
-            "after this is not what its steps have made"
+            f"{what} changed the session's state, which only steps may change: {', '.join(names[:NAMED])}{more}; "
+            "its later results do not follow from its steps alone"
         )

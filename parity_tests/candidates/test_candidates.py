@@ -238,8 +238,8 @@ BAD = {
         with_modules({"blocks.{i}.down": fused("mlp.down_proj", transposed=True)}),
         "modules: blocks.0.down.weight has shape (64, 128); of blocks.0.mlp.down_proj.weight it would have (128, 64)",
     ),
-    "one of theirs left over": (MoreWeights, "modules: the model's parameter blocks.1.scale is mapped to nothing"),
-    "tied there alone": (TiedHere, "modules: two names are one parameter of the model: its weights are tied"),
+    "one of theirs left over": (MoreWeights, "modules: the model's parameter blocks.1.scale is not mapped"),
+    "tied there alone": (TiedHere, "modules: two names belong to one parameter of the model: its weights are tied"),
     "no module for a tap": (
         changed(MyLlama, taps={"attn.out": "blocks.{i}.prj"}),
         "taps: blocks.0.attn.out: the model has no module blocks.0.prj; did you mean blocks.0.proj?",
@@ -250,7 +250,7 @@ BAD = {
     ),
     "no such side": (
         changed(MyLlama, taps={"attn.out": "blocks.{i}.proj:in"}),
-        "taps: attn.out: 'in' is no side of a ",
+        "taps: attn.out: 'in' is not an input or output of a ",
     ),
     "no model": (NoModel, "NoModel builds no model: write build(self, config)"),
 }
@@ -277,7 +277,7 @@ def test_losses_and_taps_of_other_shapes_are_refused():
 
 
 NOT_IN_FORCE = {
-    "optim.name = 'muon' moves parts of a matrix together, and transformer.h.0.attn.c_attn.weight is laid out": {
+    "optim.name = 'muon' updates parts of a matrix together, and transformer.h.0.attn.c_attn.weight has another": {
         "optim": {"name": "muon", "warmup_steps": 3},
         "model": tiny_config(**GPT2).model,
     },

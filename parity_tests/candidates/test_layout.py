@@ -89,10 +89,13 @@ WRONG = {
         {"h.{i}.qkv": fused(*QKV), "wpe": "position"},
         "modules: 'wpe': a llama model has no position",
     ),
-    "nothing of queries": ({}, "modules: each parameter of the model needs one place, and blocks.0.attn.q_proj.weight"),
+    "nothing of queries": (
+        {},
+        "modules: each parameter of the model must be mapped exactly once, and blocks.0.attn.q_proj.weight",
+    ),
     "queries twice": (
         {"h.{i}.qkv": fused(*QKV), "h.{i}.q": "attn.q_proj"},
-        "blocks.0.attn.q_proj.weight stands in 2 of them",
+        "blocks.0.attn.q_proj.weight is mapped 2 times",
     ),
     "two in turns": ({"h.{i}.qk": fused(*QKV[:2], by_group=True)}, "modules: by_group is for q, k and v, not for "),
 }

@@ -93,7 +93,7 @@ UNPREPARABLE = [
     ("--data.mixture a:0,b:0", "text", "data.mixture = 'a:0,b:0': the weights add up to zero"),
     ("--data.mixture a:-1,b:2", "text", "a has the weight -1; a weight is zero or more"),
     ("--data.mixture a:nan,b:2", "text", "a has the weight 'nan'; a weight is a number such as 0.7, 3 or 1/3"),
-    ("--data.mixture a:1,a:2", "text", "a stands twice: give each data set one weight"),
+    ("--data.mixture a:1,a:2", "text", "a occurs twice: give each data set one weight"),
 ]
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_prepared_leaves_nothing(
 def test_other_settings_do_not_replace_what_is_there(refused, lockstep: Lockstep, run_file: Path, data: Path) -> None:
     before = {p.name: p.read_bytes() for p in data.iterdir() if p.name != ".lock"}
     said = refused("data", "prepare", run_file, "--data.path", data, "--model.vocab-size", "280")
-    assert "was prepared otherwise: vocab_size is 300 there, 280 was asked for" in said
+    assert "was prepared with other settings or data: vocab_size is 300 there, 280 was asked for" in said
     assert {p.name: p.read_bytes() for p in data.iterdir() if p.name != ".lock"} == before
     again = lockstep("data", "prepare", run_file, "--data.path", data)
     assert (again.code, again.err) == (0, "")

@@ -69,7 +69,7 @@ def test_a_device_that_is_not_there(refused, run_file: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert "device = 'cuda' was asked for, but torch sees no CUDA device here" in refused(
+    assert "device = 'cuda' was asked for, but torch finds no CUDA device" in refused(
         "train", run_file, "--device", "cuda"
     )
 

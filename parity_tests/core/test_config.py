@@ -102,7 +102,7 @@ def test_all_errors_come_at_once_each_with_its_file(write):
         ('[data]\nmixture = "a:0, b:0"', "the weights add up to zero"),
         ('[data]\nmixture = "a:-1, b:2"', "a has the weight -1; a weight is zero or more"),
         ('[data]\nmixture = "a:nan"', "a has the weight 'nan'; a weight is a number such as 0.7, 3 or 1/3"),
-        ('[data]\nmixture = "a:1, a:2"', "a stands twice"),
+        ('[data]\nmixture = "a:1, a:2"', "a occurs twice"),
         ("[data]\nwait_minutes = nan", "finite number"),
         ('[precision]\npolicy = "fp8"', "'fp8_rowwise' or 'fp8_delayed'"),
         (

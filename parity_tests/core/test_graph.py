@@ -390,7 +390,7 @@ def test_a_chain_must_be_sound() -> None:
     for broken, said in (
         (operations[1:], "no earlier operation writes"),
         ([*operations, operations[-1]], "two operations write nll"),
-        ([replace(operations[0], kind="look-up"), *operations[1:]], "no kind of operation"),
+        ([replace(operations[0], kind="look-up"), *operations[1:]], "not a kind of operation"),
     ):
         with pytest.raises(ValueError, match=said):
             Graph.of(broken)

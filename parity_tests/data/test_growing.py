@@ -107,13 +107,13 @@ def test_a_preparation_that_has_ended_is_told_of_in_one_line(texts, tmp_path, mo
     data = RunData.open(config(tmp_path / "data"))
     digests(data, 5)
     preparing.end(failed=True)
-    with pytest.raises(UserError, match=r"no process prepares .*/data; go on with that preparation"):
+    with pytest.raises(UserError, match=r"no process prepares .*/data; continue the preparation"):
         digests(data, 400)
 
 
 def test_a_preparation_that_hangs_is_told_of_in_one_line(texts, tmp_path, monkeypatch):
     preparing = Slowly(tmp_path / "data", texts, monkeypatch)
-    with pytest.raises(UserError, match=r"did not come within data.wait_minutes = 0.01, though a process holds"):
+    with pytest.raises(UserError, match=r"was not written within data.wait_minutes = 0.01, though a process holds"):
         RunData.open(config(tmp_path / "data", 0.01))
     preparing.end(failed=True)
 

@@ -238,7 +238,7 @@ def test_a_source_s_blocks_are_placed_once_for_many_batches(monkeypatch):
         ("a:", "a weight is a number"),
         ("a:-1, b:2", "a has the weight -1; a weight is zero or more"),
         ("a:0, b:0.0", "the weights add up to zero"),
-        ("a:1, b:2, ./a:1", "a stands twice"),
+        ("a:1, b:2, ./a:1", "a occurs twice"),
         ("a:1/0", "divides by zero"),
         ("a:1, b:0.0001", "b has a share of 0.0001; the least of a mixture is 1/4096"),
         (", ".join(f"d{number}:1" for number in range(65)), "65 data sets are more than 64"),

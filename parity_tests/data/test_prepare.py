@@ -398,7 +398,7 @@ def test_folders_that_cannot_be_written(texts, tmp_path):
 
 def test_a_folder_with_somebody_elses_files_is_left_alone(texts, tmp_path):
     (tmp_path / "tokenizer.json").write_text("mine")
-    with pytest.raises(UserError, match=r"tokenizer\.json is in the way"):
+    with pytest.raises(UserError, match=r"tokenizer\.json exists already"):
         prepare(settings_for(tmp_path, texts))
     assert (tmp_path / "tokenizer.json").read_text() == "mine"
 

@@ -41,7 +41,7 @@ def _processes() -> Iterator[None]:
     harness.let_go()
 
 
-NOTHING = "it has begun, and sent none of its gradients' parts"
+NOTHING = "it has started the call, and sent none of its gradients' parts"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ NOTHING = "it has begun, and sent none of its gradients' parts"
         (candidates.SleepsInAStep, 2, NOTHING),
         (candidates.SleepsInAStep, 3, NOTHING),
         (candidates.IsStopped, 3, NOTHING),
-        (candidates.SleepsAfterAStep, 3, "it has begun, and sent 2 of its gradients' parts"),
+        (candidates.SleepsAfterAStep, 3, "it has started the call, and sent 2 of its gradients' parts"),
     ],
 )
 def test_the_rank_that_hangs_in_a_step_is_named(backend: type[TorchBackend], ranks: int, how_far: str) -> None:
@@ -73,7 +73,7 @@ def test_a_rank_that_is_stopped_between_steps_is_named() -> None:
     process = session.world.processes[2]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match=r"^rank 2: no answer within 5 s to `step 2`: it has not begun$"):
+    with pytest.raises(RankError, match=r"^rank 2: no answer within 5 s to `step 2`: it has not started the call$"):
         session.step(batch)
     assert not process.is_alive()
 

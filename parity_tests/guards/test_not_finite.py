@@ -95,7 +95,7 @@ def test_among_ranks_the_one_that_had_it_is_named_and_none_moves(backend: type[T
 
 def test_what_only_the_sum_cannot_hold_is_on_no_rank() -> None:
     session = candidates.Overflows().open(config_of(2, "fp16"))
-    assert left_out(session).where == "on no rank by itself: it arose in the sum over ranks"
+    assert left_out(session).where == "on no single rank: it occurs in the sum over ranks"
     session.close()
 
 
@@ -174,7 +174,7 @@ def test_a_candidate_that_lets_it_pass_is_stopped_before_a_checkpoint(
 ) -> None:
     monkeypatch.setitem(backends.BY_NAME, "torch", f"{__name__}:LetsItPass")
     assert folder.train("nan", {"checkpoint.every": 1}) == 2
-    assert "the session does not say where, and its weights may have it" in one_line(capsys.readouterr().err)
+    assert "the session does not report where, and its weights may be affected" in one_line(capsys.readouterr().err)
     assert [path.name for path in RunDir.open(folder.path / "nan").checkpoints()] == ["step_000001", "step_000002"]
 
 

@@ -119,11 +119,11 @@ def test_a_data_folders_index_and_plan_name_its_shards(
         shards[0]["file"] = name
         write_sealed_json(data / file, content, indent=indent)
         if file == "index.json":
-            with pytest.raises(UserError, match="is no name of a shard"):
+            with pytest.raises(UserError, match="is not the name of a shard"):
                 TokenDataset.open(data)
         capsys.readouterr()
         assert cli.run(again) == 2
-        assert "is no name of a shard" in capsys.readouterr().err
+        assert "is not the name of a shard" in capsys.readouterr().err
         assert mine.read_text() == SECRET
         (data / file).write_bytes(whole[file])
     assert cli.run(again) == 0

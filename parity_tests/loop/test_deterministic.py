@@ -82,7 +82,7 @@ def test_a_run_goes_on_only_where_it_began(folder: Folder, capsys: pytest.Captur
     finally:
         torch.set_num_threads(threads)
     said = one_line(capsys.readouterr().err)
-    assert f"goes on only where it began: threads was {threads}, is {threads + 1}; " in said
+    assert f"continues only under the same conditions: threads was {threads}, is {threads + 1}; " in said
     assert said.endswith("train.micro_batch_size was 2, is 1")
     assert ((folder.path / "mine" / INFO).read_bytes(), folder.records("mine")) == before
     assert folder.resume("mine") == 0

@@ -48,7 +48,7 @@ def test_a_record_that_follows_is_let_be(told: dict[str, Any]) -> None:
     ("told", "said"),
     [
         ({"step": 4}, "it is the record of step 4"),
-        ({"digest": "0" * 64}, "the digest of the batch is not that of the batch that was handed over"),
+        ({"digest": "0" * 64}, "the digest of the batch is not that of the batch that the session got"),
         ({"tokens": HONEST.tokens // 2}, f"tokens {HONEST.tokens // 2:,}, where the batch has {HONEST.tokens:,}"),
         ({"loss_weight": 1.001 * HONEST.loss_weight}, "loss_weight "),
         ({"lr": LR * (1 + 1e-6)}, "lr "),

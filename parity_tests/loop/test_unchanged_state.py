@@ -75,7 +75,7 @@ def test_a_step_changes_the_state_and_nothing_else_does(backend: Backend, optimi
 
 def test_what_is_changed_is_named():
     session = TorchBackend().open(tiny_config())
-    said = pytest.raises(StateChanged, match=rf"^validation changed the session's state, .*: {WEIGHT}; what")
+    said = pytest.raises(StateChanged, match=rf"^validation changed the session's state, .*: {WEIGHT}; its later")
     with said, unchanged(session, "validation"), torch.no_grad():
         session.parameters["blocks.1.mlp.up_proj.weight"][0, 0].add_(1.0)
 
@@ -145,7 +145,7 @@ def test_a_run_ends_before_another_step_is_made(
 ) -> None:
     assert folder.train("run", settings, "--backend", f"{PLACE}:{fault}") == 2
     line = one_line(capsys.readouterr().err)
-    assert line.startswith(f"lockstep: {said} changed the session's state, which only steps may: ")
+    assert line.startswith(f"lockstep: {said} changed the session's state, which only steps may change: ")
     assert len(folder.records("run")) == steps
 
 

@@ -215,7 +215,7 @@ def test_a_candidate_of_a_file_is_opened_by_every_rank(tmp_path: Path) -> None:
     ("backend", "said"),
     [
         (candidates.RaisesOnRankOne, "rank 1: ArithmeticError: out of luck"),
-        (candidates.DiesOnRankOne, "rank 1: its process has died, or nothing reaches it"),
+        (candidates.DiesOnRankOne, "rank 1: its process has ended, or the network does not reach it"),
     ],
 )
 def test_the_trouble_of_a_rank_reaches_rank_0(backend: type[TorchBackend], said: str) -> None:
@@ -240,7 +240,7 @@ def test_rank_0s_own_trouble_leaves_nobody_waiting() -> None:
     session = ranked(config_of(), candidates.RaisesOnRankZero())
     with pytest.raises(RuntimeError, match=r"^rank 0 is out of luck$"):
         session.step(BATCH)
-    with pytest.raises(RankError, match="rank 0 failed in the midst of a step: RuntimeError"):
+    with pytest.raises(RankError, match="rank 0 failed during a step: RuntimeError"):
         session.step(BATCH)
 
 

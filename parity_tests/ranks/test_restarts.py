@@ -208,9 +208,13 @@ def test_ranks_must_see_the_run_and_run_the_same(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as other:
         other.setattr(peer_session, "token", elsewhere)
-        with pytest.raises(UserError, match=r"rank 1 on .* does not see .*: all nodes must have it"):
+        with pytest.raises(
+            UserError, match=r"rank 1 on .* does not see .*: all nodes must have this folder at the same path"
+        ):
             session.require_shared(tmp_path)
     monkeypatch.setattr("lockstep.torch_backend.ranks.node_check._fingerprint", lambda version: "changed")
-    with pytest.raises(UserError, match=r"rank 1 on .* does not run what rank 0 on .* does: torch .* and Lockstep"):
+    with pytest.raises(
+        UserError, match=r"rank 1 on .* does not run the same software as rank 0 on .*: torch .* and Lockstep"
+    ):
         session.require_shared(tmp_path)
     session.close()

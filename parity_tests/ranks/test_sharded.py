@@ -308,5 +308,5 @@ def test_the_rank_that_hangs_is_named_with_what_the_others_wait_in() -> None:
         for _ in range(9):
             parts.step(BATCH)
     assert str(caught.value) == (
-        "rank 1: no answer within 4 s to `step 1`: it has begun, and is not yet in the all-gather of blocks.1"
+        "rank 1: no answer within 4 s to `step 1`: it has started the call, but not yet the all-gather of blocks.1"
     )

@@ -104,7 +104,7 @@ def test_a_rank_that_dies_is_told_in_one_line(run_file: Path, tmp_path: Path) ->
     done = lockstep(tmp_path, "train", str(run_file), *RANKS, "--backend", backend)
     assert done.code == 2
     said = [line for line in done.err.splitlines() if line.startswith("lockstep: ")]
-    assert said == ["lockstep: rank 1: its process has died, or nothing reaches it"]
+    assert said == ["lockstep: rank 1: its process has ended, or the network does not reach it"]
     assert not (tmp_path / "runs/tiny").exists(), "no step was made"
 
 

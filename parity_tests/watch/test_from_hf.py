@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no labels": (lambda batch: {"input_ids": batch["input_ids"]}, "the batch has no labels"),
     "no label that counts": (
         lambda batch: {**batch, "labels": torch.full((3, 12), -100)},
-        "no label of the batch counts",
+        "all labels of the batch are masked",
     ),
     "no mapping": (lambda batch: [batch], "a batch of from_hf is a mapping"),
     "a token beyond the vocabulary": (lambda batch: {**batch, "input_ids": batch["input_ids"] + 90}, "outside the voc"),
@@ -228,7 +228,7 @@ def test_a_forward_pass_that_is_not_of_its_tokens_is_trained_all_the_same() -> N
 
 
 def test_models_that_are_not_known_are_refused() -> None:
-    with pytest.raises(UserError, match="from_hf takes a model of transformers, and Linear has no config"):
+    with pytest.raises(UserError, match="from_hf needs a model of transformers, and Linear has no transformers config"):
         from_hf(nn.Linear(2, 2))
     small = {"vocab_size": 97, "d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 2}
     with pytest.raises(UserError, match=r"architectures = .'T5ForConditionalGeneration'"):
@@ -242,7 +242,7 @@ def test_models_that_are_not_known_are_refused() -> None:
 
 NOT_JUDGED = {
     "dropout": (lambda: model_of("gpt2", attn_pdrop=0.1), "fp32", "the forward draws random numbers"),
-    "weights in bf16": (lambda: model_of("llama").bfloat16(), "bf16", "weights in bfloat16: from_hf knows autocast"),
+    "weights in bf16": (lambda: model_of("llama").bfloat16(), "bf16", "weights in bfloat16: from_hf supports autocast"),
     "FP64": (lambda: model_of("llama").double(), "fp64", "transformers computes norms, softmax and angles in FP32"),
 }
 

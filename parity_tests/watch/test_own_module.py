@@ -372,7 +372,7 @@ class Narrows(Gpt):
 def test_fp64_that_goes_narrow_is_no_truth() -> None:
     watcher = train(model=Narrows(), loss=wide_loss)
     assert watcher.verdict == "could_not"
-    assert "narrows FP64, so its truth is none: Narrows: copy_ (float32)" in watcher.headline
+    assert "narrows FP64, so it gives no FP64 truth: Narrows: copy_ (float32)" in watcher.headline
     # Far finer than bf16, and so good enough there; it is reported all the same.
     watcher = train("gpt", "autocast", model=Narrows(), loss=wide_loss)
     assert watcher.verdict == "agreed", watcher
@@ -441,7 +441,7 @@ def test_a_loss_of_another_module_is_told() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
     with watcher.step(x, 1.0):
         pass
-    assert "loss= computes with the model that trains" in watcher.headline
+    assert "loss= uses the model that trains" in watcher.headline
     assert all(p.grad is None for p in plain.parameters())
     watcher = watch(plain, torch.optim.SGD(plain.parameters()), loss=lambda m, batch: batch.sum())
     with watcher.step(x, 1.0):
@@ -562,12 +562,12 @@ def test_outputs_are_compared() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"loss": None}, "one of them"),
-        ({"reference": lambda p, b: None}, "one of them"),
+        ({"loss": None}, "either loss="),
+        ({"reference": lambda p, b: None}, "either loss="),
         ({"loss": "mean"}, "it is a function of the model and a batch"),
         ({"accumulate": "average"}, "it is 'mean', 'sum' or a function"),
-        ({"loss": None, "reference": lambda p, b: None, "accumulate": "mean"}, "accumulate= goes with loss="),
-        ({"names": {"embed.weight": "wte"}}, "names= goes with reference="),
+        ({"loss": None, "reference": lambda p, b: None, "accumulate": "mean"}, "accumulate= needs loss="),
+        ({"names": {"embed.weight": "wte"}}, "names= needs reference="),
         ({"every": 0}, "every=0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

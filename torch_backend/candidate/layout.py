@@ -141,8 +141,8 @@ def layout_of(given: Mapping[str, str | Sequence[str] | Fused], model: ModelConf
     held = [name for one in placed for name in one.rows]
     for name in shapes:
         if held.count(name) != 1:
-            where = f"stands in {held.count(name)} of them" if name in held else "is none of them"
-            raise UserError(f"modules: each parameter of the model needs one place, and {name} {where}")
+            where = f"is mapped {held.count(name)} times" if name in held else "is not mapped"
+            raise UserError(f"modules: each parameter of the model must be mapped exactly once, and {name} {where}")
     return Layout(tuple(placed), modules, turned)
 
 
@@ -243,8 +243,10 @@ def parameters_there(
             raise UserError(f"modules: {one.theirs} has shape {found}; of {ours} it would have {due}")
     mapped = {id(there[one.theirs]) for one in placed}
     if len(mapped) < len(placed):
-        raise UserError("modules: two names are one parameter of the model: its weights are tied, and ours are not")
+        raise UserError(
+            "modules: two names belong to one parameter of the model: its weights are tied, those of Lockstep are not"
+        )
     if left := [name for name, p in there.items() if id(p) not in mapped]:
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
-        raise UserError(f"modules: the model's parameter {left[0]}{more} is mapped to nothing")
+        raise UserError(f"modules: the model's parameter {left[0]}{more} is not mapped")
     return {one.theirs: there[one.theirs] for one in placed}

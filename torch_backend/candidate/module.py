@@ -45,9 +45,9 @@ class ModuleCandidate(Numerics):
         if config.train.ranks > 1:
             raise UserError(f"train.ranks = {config.train.ranks}: {whole} is trained by one process")
         if config.attention.needs_documents:
-            raise UserError(f"attention.document_mask and reset_positions: {whole} is given no documents")
+            raise UserError(f"attention.document_mask and reset_positions: {whole} gets no documents")
         if config.loss.of_library or config.loss.z_loss:
-            raise UserError(f"loss.head and loss.z_loss: {whole} has the loss that its `losses` computes")
+            raise UserError(f"loss.head and loss.z_loss: {whole} computes its loss in `losses`")
 
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Return versions, the device and the settings in force."""

@@ -80,8 +80,8 @@ class Numerics:
         moved = [one.theirs for one in self.layout(config).placed if not one.plain]
         if moved and any(rule.together != 1 for rule in update_rules(config).values()):
             raise UserError(
-                f"optim.name = {config.optim.name!r} moves parts of a matrix together, and {moved[0]} is laid out "
-                "otherwise: write build_optimizer, or take optim.name = 'adamw'"
+                f"optim.name = {config.optim.name!r} updates parts of a matrix together, and {moved[0]} has another "
+                "layout: write build_optimizer, or take optim.name = 'adamw'"
             )
         return optim.build_optimizer(config, parameters)
 

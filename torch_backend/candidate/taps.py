@@ -102,14 +102,16 @@ class Taps:
         self._calls = [self._call(function, names) for function, names in calls.items()]
         self._of_modules()
         known = {*self._places, *self._called, NLL, LOGITS}
-        self.hidden = {tap: "no module and no function was named that shows it" for tap in self._graph.taps}
+        self.hidden = {tap: "no module or function is mapped to it" for tap in self._graph.taps}
         self.hidden = {tap: why for tap, why in self.hidden.items() if tap not in known}
 
     def _given(self, name: str, where: Where) -> None:
         path, view = (where, as_is) if isinstance(where, str) else where
         path, _, side = path.partition(":")
         if side not in ("", "input", "output"):
-            raise UserError(f"taps: {name}: {side!r} is no side of a module; write {path}:input or {path}:output")
+            raise UserError(
+                f"taps: {name}: {side!r} is not an input or output of a module; write {path}:input or {path}:output"
+            )
         for layer in range(self._model.layers) if "{i}" in path else (None,):
             tap, at = (self._tap(name, layer), path if layer is None else path.replace("{i}", str(layer)))
             self._require(at, f"taps: {tap}")
@@ -216,7 +218,7 @@ class Taps:
                 return x
             begun.add(name)
             if not isinstance(x, Tensor):
-                failed(UserError(f"taps: {name}: there is no tensor, but {type(x).__name__}"))
+                failed(UserError(f"taps: {name}: expected a tensor, got {type(x).__name__}"))
                 return x
             x = x.view_as(x) if own else x
             if not own:

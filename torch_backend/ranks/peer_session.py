@@ -138,18 +138,18 @@ class PeerSession:
         for rank, one in enumerate(others, 1):
             if not one.sees:
                 raise UserError(
-                    f"rank {rank} on {one.host} does not see {folder.resolve()}: it must lie where all nodes have it, "
-                    "by the same name; every rank writes its part of a checkpoint there"
+                    f"rank {rank} on {one.host} does not see {folder.resolve()}: all nodes must have this folder "
+                    "at the same path; every rank writes its part of a checkpoint there"
                 )
             if one.code != mine.code:
                 raise UserError(
-                    f"rank {rank} on {one.host} does not run what rank 0 on {mine.host} does: {one.torch} and "
-                    f"Lockstep {one.code[:12]} there, {mine.torch} and {mine.code[:12]} here"
+                    f"rank {rank} on {one.host} does not run the same software as rank 0 on {mine.host}: {one.torch} "
+                    f"and Lockstep {one.code[:12]} there, {mine.torch} and {mine.code[:12]} here"
                 )
 
     def _node_reports(self, file: Path | None) -> list[Any]:
         seen = Path(self.peers.of_first(lambda: str(file)))
-        return self.peers.gather(node_report(seen), "look for the run's folder")
+        return self.peers.gather(node_report(seen), "find the run's folder")
 
     def write(self, folder: Path) -> WritingTorch:
         """Start to write this rank's part of the state; every rank calls `wait` of the result."""
@@ -227,7 +227,7 @@ class PeerSession:
 
     def inputs_kept(self) -> Arrays:
         """Return the inputs kept on all ranks by name, concatenated along B in the order of ranks."""
-        found = self.peers.gather(self.own.inputs_kept(), "gather what the step was given")
+        found = self.peers.gather(self.own.inputs_kept(), "gather the step's inputs")
         return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
 
     def costs_of_determinism(self, batch: Batch) -> Sequence[float]:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 WORDS_SECONDS = 2.0
 # Seconds for which a rank that is not at fault stays, so that rank 0 can report the rank at fault.
 TELL_SECONDS = 30.0
-GONE = "its process has died, or nothing reaches it"
+GONE = "its process has ended, or the network does not reach it"
 DEVICE = "lockstep/device"
 
 _joined: Peers | None = None
@@ -91,7 +91,7 @@ class Peers(RankProgress):
         set_timeout(self._patience, self._of_all)
         self.store.set_timeout(self._patience)
 
-    def of_first(self, compute: Callable[[], T], asked: str = "hear what rank 0 decides") -> T:
+    def of_first(self, compute: Callable[[], T], asked: str = "receive rank 0's decision") -> T:
         """Call `compute` on rank 0 only, and return its result on every rank.
 
         If it raises, every rank raises: rank 0 the error itself, other ranks NotSupported if it was that, else
@@ -117,14 +117,14 @@ class Peers(RankProgress):
         heard: T = value
         return heard
 
-    def gather(self, value: T, asked: str = "tell each other how it goes") -> list[T]:
+    def gather(self, value: T, asked: str = "exchange results") -> list[T]:
         """Return every rank's value, in the order of ranks."""
         with self._watched(asked):
             return self._exchanged(value)
 
     def to_first(self, value: T) -> list[T]:
         """Return every rank's value on rank 0, and only this rank's value on other ranks."""
-        with self._watched("give rank 0 what is theirs"):
+        with self._watched("send results to rank 0"):
             found: list[Any] | None = [None] * self.count if self.rank == 0 else None
             dist.gather_object(value, found, dst=0, group=self._of_all)
             return [value] if found is None else found
@@ -258,7 +258,7 @@ class Peers(RankProgress):
             # Rank 0 serves the store and has ended. It has reported its error, or torchrun reports it.
             said = {(0,): GONE} if self.rank else {}
         told = [f"{_named(ranks)}{text}" for ranks, text in said.items()]
-        self.lost = "; ".join(told) or f"rank {self.rank} failed in the midst of a step: {in_words(error)}"
+        self.lost = "; ".join(told) or f"rank {self.rank} failed during a step: {in_words(error)}"
         self._own_trouble = not said
         if said:
             raise RankError(self.lost) from error
@@ -293,17 +293,17 @@ class Peers(RankProgress):
         last, first = min(progress.values(), key=_order), max(progress.values(), key=_order)
         behind = [rank for rank, one in progress.items() if _order(one) == _order(last)]
         if len(behind) == self.count:
-            return {(): f"{waited}, and no rank is behind the others: what lies between them carries nothing"}
+            return {(): f"{waited}, and no rank is behind the others: the network between them does not work"}
         begun, sent, _ = last
         how_far = (
-            "it has not begun"
+            "it has not started the call"
             if begun < call
-            else f"it has begun, and sent {sent or 'none'} of its gradients' parts"
+            else f"it has started the call, and sent {sent or 'none'} of its gradients' parts"
             if not first.what
-            else f"it has begun, and is not yet in {first.what}"
+            else f"it has started the call, but not yet {first.what}"
         )
         if sent == DONE and begun == call:
-            how_far = "it has done it, and not said so"
+            how_far = "it has finished the call, but did not report it"
         well = [rank for rank in range(self.count) if rank not in behind]
         self.tells = self.rank == well[0]
         return {tuple(behind): f"{waited}: {how_far}"}

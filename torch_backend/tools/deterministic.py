@@ -156,7 +156,7 @@ def guarded(session: Programs, micro: Batch) -> Iterator[None]:
 def _place(session: Programs, micro: Batch) -> str:
     """Describe the operation's place in the step, found by an eager run that records the taps before the error."""
     if session.root is not None:
-        return "in a program over weights that are cut; parallel.strategy = 'ddp' would say where"
+        return "in a program over sharded weights; parallel.strategy = 'ddp' shows the place"
     forward: list[str] = []
     backward: list[str] = []
 

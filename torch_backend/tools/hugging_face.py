@@ -131,7 +131,9 @@ class HuggingFaceSession:
         due = {one.theirs for one in self._stored}
         if due != theirs.keys():
             differ = sorted(due ^ theirs.keys())
-            raise UserError(f"transformers' {family.architecture} has other tensors here: {', '.join(differ[:3])}")
+            raise UserError(
+                f"transformers' {family.architecture} has other tensors than expected: {', '.join(differ[:3])}"
+            )
         self._theirs: dict[str, Tensor] = theirs
         params = init_parameters(config.model, config.seed)
         self._state = State(0, {}, {})

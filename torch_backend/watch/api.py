@@ -70,17 +70,17 @@ def watch(
     Raises UserError for settings that cannot work.
     """
     if (loss is None) == (reference is None):
-        raise UserError("watch takes loss=, a function of the model and a batch, or reference=: one of them")
+        raise UserError("watch needs either loss=, a function of the model and a batch, or reference=")
     count = _count(operations)
     sharded = shards(unwrapped(model)) if isinstance(model, nn.Module) else False
     if sharded and count:
-        raise UserError("operations= is for weights that every rank has whole: these are cut over ranks")
+        raise UserError("operations= needs whole weights on every rank, and these are sharded")
     if reference is not None:
         if count:
-            raise UserError("operations= goes with loss=: it runs your loss on your module once more")
+            raise UserError("operations= needs loss=: it runs your loss on your module once more")
         if accumulate is not None or ranks is not None:
             given = "accumulate=" if accumulate is not None else "ranks="
-            raise UserError(f"{given} goes with loss=: a reference chooses its own form of a step's batches")
+            raise UserError(f"{given} needs loss=: a reference defines the form of a step's batches itself")
         together = ranks_that_train(model, gathers=False) if sharded else None
         return api.watch(model, optimizer, reference=reference, together=together, **settings)
     if not callable(loss):
@@ -90,9 +90,9 @@ def watch(
     if ranks not in (None, "gather", "given"):
         raise UserError(f"ranks={ranks!r}: it is 'gather' or 'given'")
     if settings.get("names"):
-        raise UserError("names= goes with reference=: a copy of the module has the module's names")
+        raise UserError("names= needs reference=: with loss=, a copy of the module has the same names")
     if sharded and ranks == "given":
-        raise UserError("ranks='given' is for weights that every rank has whole: these are cut over ranks")
+        raise UserError("ranks='given' needs whole weights on every rank, and these are sharded")
     own = OwnModule(model, loss, accumulate, count)
     if own.casts and settings.get("precision") is None:
         settings["precision"] = "bf16"

@@ -99,7 +99,7 @@ class FamilyReference:
         name = type(self._module).__name__
         self._config = _config_of(self._module)
         if not hasattr(self._config, "to_dict"):
-            raise UserError(f"from_hf takes a model of transformers, and {name} has no config of theirs")
+            raise UserError(f"from_hf needs a model of transformers, and {name} has no transformers config")
         settings = {**self._config.to_dict(), "architectures": [name]}
         self._family, self._model, _ = model_of(settings, f"{name}.config")
         stored = stored_tensors(self._family, self._model)
@@ -180,14 +180,16 @@ class FamilyReference:
         Raises UserError if no plan matches: for random numbers, FP64, or bf16 weights.
         """
         if drawn := dropouts(self._module):
-            raise UserError(f"the forward draws random numbers{drawn}: turn that off, or nothing repeats")
+            raise UserError(
+                f"the forward draws random numbers{drawn}: turn this off, since a check repeats the forward pass"
+            )
         if precision == "fp64":
             raise UserError("transformers computes norms, softmax and angles in FP32, also with weights in FP64")
         if precision != "bf16":
             return "lockstep", ""
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._module.parameters()}
         if dtypes != {"float32"}:
-            raise UserError(f"weights in {', '.join(sorted(dtypes))}: from_hf knows autocast over FP32 weights")
+            raise UserError(f"weights in {', '.join(sorted(dtypes))}: from_hf supports autocast over FP32 weights")
         model = {f"model.{name}": value for name, value in self._model.model_dump().items()}
         broken = broken_rules({"precision.casts": AUTOCAST, **model})
         problem = next((said for keys, said in broken if "precision.casts" in keys), "")
@@ -318,7 +320,7 @@ def _batch_of(part: Any, model: ModelConfig) -> Batch:
             raise UserError(f"the batch has no {name}: from_hf reads input_ids and labels")
     ids, labels = arrays["input_ids"], arrays["labels"]
     if ids.ndim != 2 or ids.shape != labels.shape or ids.shape[1] < 2:
-        raise UserError(f"input_ids {ids.shape} and labels {labels.shape} are not of one shape (B, S)")
+        raise UserError(f"input_ids {ids.shape} and labels {labels.shape} do not have the same shape (B, S)")
     for name in sorted(arrays.keys() - {"input_ids", "labels"}):
         due = {"attention_mask": np.ones(ids.shape), "position_ids": np.arange(ids.shape[1])}.get(name)
         if due is None or not np.array_equal(np.broadcast_to(arrays[name], ids.shape), np.broadcast_to(due, ids.shape)):
@@ -328,7 +330,7 @@ def _batch_of(part: Any, model: ModelConfig) -> Batch:
     targets[:, :-1] = labels[:, 1:]
     counts = targets != IGNORED
     if not counts.any():
-        raise UserError("no label of the batch counts: the loss is 0 / 0")
+        raise UserError("all labels of the batch are masked: the loss is 0 / 0")
     batch = Batch(ids.astype(np.int32), np.where(counts, targets, 0).astype(np.int32), counts.astype(np.float32))
     try:
         batch.require_tokens_below(model.vocab_size)

@@ -40,7 +40,7 @@ log = logging.getLogger("lockstep.watch")
 
 Loss = Callable[[Any, Any], Any]
 
-OUT_OF_SIGHT = "a misread architecture is out of sight: the truth is your own module"
+OUT_OF_SIGHT = "an error in your own module's architecture is not found: the truth is computed with it"
 # Bytes of memory that activations must leave free.
 LEAST_FREE = 2**30
 # Free memory is measured each time autograd has saved this many more bytes.
@@ -116,7 +116,10 @@ class OwnModule:
                 self._whole, narrow = True, frozenset()
                 model, mode, answer, drawn = self._wide(params, wide_batch, batch, narrow)
             if drawn and not self._same_again(params, wide_batch, batch, answer):
-                raise UserError(f"the forward draws random numbers{dropouts(model)}: turn that off, or nothing repeats")
+                raise UserError(
+                    f"the forward draws random numbers{dropouts(model)}: turn this off, since a check "
+                    "repeats the forward pass"
+                )
         if changed := _changed(model):
             uncovered.append(f"buffers that the forward changes, read after it: {', '.join(changed[:5])}")
         if mode.asked:
@@ -127,7 +130,7 @@ class OwnModule:
                 self._told.add(words)
         if mode.lost:
             narrowest = max(torch.finfo(dtype).eps for _, _, dtype in mode.lost)
-            words = f"the module narrows FP64, so its truth is none: {in_words(mode.lost)}"
+            words = f"the module narrows FP64, so it gives no FP64 truth: {in_words(mode.lost)}"
             if narrowest * FINER > (2.0**-8 if precision == "bf16" else 2.0**-24):
                 raise UserError(words)
             uncovered.append(words)
@@ -186,9 +189,9 @@ class OwnModule:
         """Raise UserError unless the loss depends on the copy's parameters, and on none of the user's module."""
         leaves = _leaves(value)
         if leaves & {id(p) for p in unwrapped(self._model).parameters()}:
-            raise UserError("loss= computes with the model that trains, in place of the module that it is given")
+            raise UserError("loss= uses the model that trains, and not the module that it gets")
         if not leaves & {id(p) for p in model.parameters()}:
-            raise UserError("the loss does not depend on the parameters of the module that loss= is given")
+            raise UserError("the loss does not depend on the parameters of the module that loss= gets")
 
 
 def _leaves(value: Tensor) -> set[int]:

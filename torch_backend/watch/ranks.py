@@ -56,8 +56,8 @@ def _members(model: Any) -> tuple[list[int], float]:
     meshes = list(dict.fromkeys(layouts.values()))
     if len(meshes) != 1 or any(_dims_of(names) is None for names in layouts):
         raise UserError(
-            "parameters are cut over ranks in a way that is not watched: fully_shard over one mesh is, of one axis or "
-            "with copies along another"
+            "parameters are sharded in a way that is not supported: use fully_shard over one mesh, of one axis or with "
+            "copies along another"
         )
     members = sorted(meshes[0].mesh.flatten().tolist())
     return members, divisor(own, len(members))
@@ -86,7 +86,7 @@ class GlooRanks:
         except RuntimeError as error:
             raise UserError(
                 f"watch() was not called on all of the ranks {', '.join(map(str, members))} within "
-                f"{MEETING.total_seconds():g} seconds: each calls it, or takes ranks='given'"
+                f"{MEETING.total_seconds():g} seconds: call it on each, or give ranks='given'"
             ) from error
 
     def _group(self, limit: timedelta) -> Any:
@@ -119,8 +119,8 @@ class GlooRanks:
             collective()
         except RuntimeError as error:
             self.apart = (
-                f"not all ranks came to this check within {MEETING.total_seconds():g} seconds, and none is made any "
-                f"more: each rank checks the same steps ({reason(error)[:80]})"
+                f"not all ranks came to this check within {MEETING.total_seconds():g} seconds, so no further "
+                f"check is made: each rank must check the same steps ({reason(error)[:80]})"
             )
             raise UserError(self.apart) from error
 
@@ -137,7 +137,7 @@ class GlooRanks:
         """Copy this rank's part of a DTensor. Raises UserError for an unsupported layout."""
         dims = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
         if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in tensor.placements):
-            raise UserError(f"a tensor is cut over ranks as {tensor.placements}, which is not put together")
+            raise UserError(f"a tensor is sharded as {tensor.placements}, which cannot be gathered")
         if len(cut := [dim for dim in dims if dim is not None]) != len(set(cut)):
-            raise UserError(f"a tensor is cut twice along one axis, {tensor.placements}: that is not put together")
+            raise UserError(f"a tensor is sharded twice along one axis, {tensor.placements}, which cannot be gathered")
         return Cut(array_of(tensor.to_local()), np.asarray(tensor.device_mesh.mesh.cpu()), dims)

@@ -51,9 +51,9 @@ def watch_operation(name: str, reference: Callable[..., Any]) -> None:
     """
     library, _, own = name.partition("::")
     if not (library.isidentifier() and own.isidentifier()):
-        raise UserError(f"watch_operation({name!r}): an operation is named as torch has it, mylib::scale")
+        raise UserError(f"watch_operation({name!r}): give the name that torch uses, such as mylib::scale")
     if library in ("aten", "prims"):
-        raise UserError(f"watch_operation({name!r}): operations of torch have references of Lockstep's own")
+        raise UserError(f"watch_operation({name!r}): Lockstep has its own references for operations of torch")
     if not callable(reference):
         raise UserError(f"watch_operation({name!r}): its reference is a function of the operation's arguments")
     _references[name] = reference

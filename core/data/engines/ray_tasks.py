@@ -155,7 +155,7 @@ def _require_place(folder: str, name: str, code: str) -> None:
     host = socket.gethostname()
     if not sees(Path(folder, name)):
         raise UserError(
-            f"a worker on {host} does not see {folder}: it must lie where all machines have it, by the same name; "
+            f"a worker on {host} does not see {folder}: all machines must have this folder at the same path; "
             "workers write their shards there"
         )
     if _code() != code:

@@ -101,7 +101,7 @@ def test_several_processes_and_fp16_are_refused(monkeypatch: pytest.MonkeyPatch)
     model = Gpt()
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator.scaler = object()
-    with pytest.raises(UserError, match="no fp16"):
+    with pytest.raises(UserError, match="not support fp16"):
         watch_accelerate(accelerator, model, optimizer, loss=gpt_loss)
     accelerator.scaler = None
     monkeypatch.setattr(Accelerator, "num_processes", 2)

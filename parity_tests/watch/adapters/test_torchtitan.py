@@ -95,11 +95,11 @@ def test_what_cuts_tensors_is_refused(name: str) -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(UserError, match="object is no loss that"):
+    with pytest.raises(UserError, match="object is not a loss that"):
         watch_torchtitan(trainer(loss_fn=object()))
-    with pytest.raises(UserError, match="accumulate= goes with loss="):
+    with pytest.raises(UserError, match="accumulate= needs loss="):
         watch_torchtitan(trainer(), accumulate="mean")
-    with pytest.raises(UserError, match="training has not begun"):
+    with pytest.raises(UserError, match="training has not started"):
         watch_torchtitan(trainer()).to_json()
 
 

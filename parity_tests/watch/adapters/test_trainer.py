@@ -205,7 +205,7 @@ def test_training_stops_where_asked_and_the_trainer_is_as_before(tmp_path: Path)
     trainer = built(tmp_path, MeanOfMeans, gradient_accumulation_steps=3)
     watcher = watch_trainer(trainer, every=1, on_alarm="stop")
     assert (watcher.verdict, watcher.headline) == ("could_not", NOT_BEGUN) == (watcher.verdict, str(watcher))
-    with pytest.raises(UserError, match="training has not begun"):
+    with pytest.raises(UserError, match="training has not started"):
         watcher.to_json()
     with pytest.raises(Disagreed):
         trainer.train()
@@ -256,12 +256,12 @@ def fp16(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "words"),
     [
-        (other_model, {}, "Linear is no causal language model"),
+        (other_model, {}, "Linear is not a causal language model"),
         (smoothing, {}, "label smoothing"),
         (two_gpus, {}, "one process and one device"),
         (router, {}, "output_router_logits"),
-        (fp16, {}, "no fp16"),
-        (lambda _: None, {"accumulate": "mean"}, "accumulate= goes with loss="),
+        (fp16, {}, "not support fp16"),
+        (lambda _: None, {"accumulate": "mean"}, "accumulate= needs loss="),
     ],
 )
 def test_a_trainer_that_cannot_be_watched_is_refused(

@@ -47,7 +47,9 @@ def watch_accelerate(
         kind = accelerator.distributed_type.value
         raise UserError(f"watch_accelerate takes one process, or several under DistributedDataParallel; not {kind}")
     if accelerator.scaler is not None:
-        raise UserError("watch_accelerate takes no fp16: gradients are scaled where they would be read; bf16 works")
+        raise UserError(
+            "watch_accelerate does not support fp16, whose gradients are scaled when they are read; use bf16"
+        )
     found = {"precision": "bf16" if accelerator.mixed_precision == "bf16" else None}
     return AccelerateWatcher(
         accelerator,

@@ -10,7 +10,7 @@ from lockstep.core.parity.measures.verdict import Outcome
 from lockstep.core.parity.watch.api import Watcher
 from lockstep.core.parity.watch.uncovered import WatchCheck
 
-NOT_BEGUN = "could_not in 0 checks; training has not begun"
+NOT_BEGUN = "could_not in 0 checks; training has not started"
 
 
 class LibraryWatcher:
@@ -37,7 +37,7 @@ class LibraryWatcher:
     def to_json(self) -> dict[str, Any]:
         """Return `Watcher.to_json`. Raises UserError before training."""
         if self.watcher is None:
-            raise UserError("training has not begun: there is no check to write down")
+            raise UserError("training has not started: there is no check to save")
         return self.watcher.to_json()
 
     def __str__(self) -> str:

@@ -128,12 +128,14 @@ def own_loss(module: Any, part: tuple[Any, int]) -> Any:
 def _refuse(trainer: Any, module: Any) -> None:
     """Raise UserError for a run that cannot be watched, with the reason."""
     if not module.automatic_optimization:
-        raise UserError("manual optimisation is a loop of your own: watch() goes around its optimizer.step()")
+        raise UserError("with manual optimisation, use watch() around optimizer.step()")
     if trainer.world_size > 1:
         raise UserError("watch_lightning takes one process: watch(accumulate=) takes the batches of all ranks")
     if len(trainer.optimizers) != 1:
         raise UserError(f"watch_lightning takes one optimizer; this module has {len(trainer.optimizers)}")
     if trainer.precision.startswith("16"):
-        raise UserError("watch_lightning takes no fp16: gradients are scaled where they would be read; bf16 works")
+        raise UserError(
+            "watch_lightning does not support fp16, whose gradients are scaled when they are read; use bf16"
+        )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise UserError("gradients that are clipped by value cannot be watched: by norm they can")
+        raise UserError("gradients clipped by value are not supported; clip by norm")

@@ -59,7 +59,7 @@ def watch_torchtitan(
     _refuse(trainer, loss)
     if loss is None:
         if accumulate is not None:
-            raise UserError("accumulate= goes with loss=: the default loss knows its micro-batches' targets")
+            raise UserError("accumulate= needs loss=: the default loss counts the targets of its micro-batches")
         loss, accumulate = token_losses, one_over_targets
     return TitanWatcher(trainer, loss, accumulate or "sum", settings)
 
@@ -204,4 +204,6 @@ def _refuse(trainer: Any, loss: Loss | None) -> None:
         return
     inner = getattr(trainer.loss_fn, "loss_fn", trainer.loss_fn)
     if type(inner).__name__ != "CrossEntropyLoss":
-        raise UserError(f"{type(inner).__name__} is no loss that watch_torchtitan knows: say loss= and accumulate=")
+        raise UserError(
+            f"{type(inner).__name__} is not a loss that watch_torchtitan supports: give loss= and accumulate="
+        )

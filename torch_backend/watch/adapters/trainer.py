@@ -52,7 +52,7 @@ def watch_trainer(
     _refuse(trainer, loss)
     if loss is None:
         if accumulate is not None:
-            raise UserError("accumulate= goes with loss=: the default loss knows its micro-batches' targets")
+            raise UserError("accumulate= needs loss=: the default loss counts the targets of its micro-batches")
         loss, accumulate = token_losses, one_over_targets
     watched = Watched(trainer, loss, accumulate or "mean", settings)
 
@@ -193,14 +193,16 @@ def _refuse(trainer: Any, loss: Loss | None) -> None:
             "watch_trainer takes a Trainer of one process and one device, or of several under DistributedDataParallel"
         )
     if args.fp16:
-        raise UserError("watch_trainer takes no fp16: gradients are scaled where they would be read; bf16 works")
+        raise UserError("watch_trainer does not support fp16, whose gradients are scaled when they are read; use bf16")
     if loss is not None:
         return
     kind = type(trainer.model).__name__
     if kind not in set(CAUSAL.values()):
-        raise UserError(f"{kind} is no causal language model of transformers: say loss=, of a model and inputs")
+        raise UserError(
+            f"{kind} is not a causal language model of transformers: give loss=, a function of model and inputs"
+        )
     # transformers 4.45 and before have no compute_loss_func.
     if getattr(trainer, "compute_loss_func", None) is not None or trainer.label_smoother is not None:
-        raise UserError("compute_loss_func and label smoothing are losses of your own: say loss= and accumulate=")
+        raise UserError("compute_loss_func and label smoothing change the loss: give loss= and accumulate=")
     if getattr(trainer.model.config, "output_router_logits", False):
-        raise UserError("output_router_logits adds a loss of the router's: say loss= and accumulate=")
+        raise UserError("output_router_logits adds the router's loss: give loss= and accumulate=")
