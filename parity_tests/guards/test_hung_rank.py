@@ -81,7 +81,7 @@ def test_a_rank_that_is_stopped_between_steps_is_named() -> None:
 def test_among_three_ranks_only_the_one_in_trouble_is_named() -> None:
     from lockstep.parity_tests.ranks.candidates import DiesOnRankOne, RaisesOnRankOne
 
-    for backend, said in ((RaisesOnRankOne, "ArithmeticError: out of luck"), (DiesOnRankOne, r"its process has died")):
+    for backend, said in ((RaisesOnRankOne, "ArithmeticError: out of luck"), (DiesOnRankOne, r"its process has ended")):
         session = opened(backend(), 3)
         with pytest.raises(RankError, match=rf"^rank 1: {said}[^;]*$"):
             session.step(text_batch(session.config))

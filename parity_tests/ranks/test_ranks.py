@@ -232,7 +232,7 @@ def test_the_trouble_of_a_rank_reaches_rank_0(backend: type[TorchBackend], said:
 def test_a_rank_that_dies_at_the_first_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
     session = ranked(config_of(), candidates.DiesOnRankOneAtACheckpoint())
     session.step(text_batch(session.config))
-    with pytest.raises(RankError, match="rank 1: its process has died"):
+    with pytest.raises(RankError, match="rank 1: its process has ended"):
         session.write(tmp_path)
 
 
