@@ -247,7 +247,7 @@ def test_a_bad_number_is_refused(bad: Any) -> None:
 
 def test_operations_go_with_a_loss() -> None:
     model = Gpt()
-    with pytest.raises(UserError, match="goes with loss="):
+    with pytest.raises(UserError, match="needs loss="):
         watch(model, torch.optim.SGD(model.parameters()), reference=lambda p, b: (0.0, {}), operations=True)
 
 

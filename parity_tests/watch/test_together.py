@@ -167,5 +167,5 @@ def test_settings_that_cannot_work_are_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="it is 'gather' or 'given'"):
         watch(model, optimizer, loss=gpt_loss, ranks="all")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="ranks= goes with loss="):
+    with pytest.raises(UserError, match="ranks= needs loss="):
         watch(model, optimizer, reference=lambda p, b: (0.0, {}), ranks="gather")

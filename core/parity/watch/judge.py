@@ -501,7 +501,8 @@ def _clip_finding(
             error = max(low / wanted - 1, 1 - high / wanted, 0.0)
             slack = _norm_slack(step, EPSILON["float32"])
             basis = (
-                f"a norm summed in FP32; the bits tell of a coefficient of {low:.6g} to {high:.6g}, due is {wanted:.6g}"
+                f"a norm summed in FP32; the clipped gradients show a coefficient of {low:.6g} to {high:.6g}, "
+                f"due is {wanted:.6g}"
             )
             if slack < error <= AS_NARROW * _eps(step):
                 note = f"the error of a norm in {' or '.join(_narrow(step))}, in which torch's clip_grad_norm_ computes"
