@@ -74,7 +74,7 @@ def print_end(console: Console, folder: Path, report: Path, seconds: float) -> N
     config, runs = shlex.quote(str(folder / CONFIG)), folder / RUNS
     both = shlex.join([str(runs / HONEST), str(runs / FAULTY)])
     say(console, "")
-    say(console, f"report: {report}", "bold")
+    tell(console, f"report: {report}", "bold")
     say(console, f"It took {duration(seconds)}. By hand:")
     for line in (
         f"lockstep parity {config}",
