@@ -1,8 +1,8 @@
 """Share the parsers of command lines among the tests of a process.
 
-tyro builds a parser of some 150 flags in a tenth of a second, from a shape that is the same at each call of a command
-(scripts/shared/arguments.py): a process of a user has one command line, and one of the tests has a thousand. A parser
-of another shape, or with another description, is built anew. This is a pytest plugin, loaded by pyproject.toml.
+tyro takes a tenth of a second to build a parser of some 150 flags. A user's process builds one; a process of the tests
+builds a thousand, of few shapes (scripts/shared/arguments.py). A parser of another shape, or with another description,
+is built anew. This is a pytest plugin, loaded by pyproject.toml.
 """
 
 from __future__ import annotations

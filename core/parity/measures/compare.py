@@ -136,7 +136,7 @@ def _serves_threads(backend: Backend) -> bool:
 
 
 class NoSession:
-    """A placeholder for the reference's session, on ranks that only receive its verdict."""
+    """An empty session in place of the reference's, on ranks that only receive its verdict."""
 
     def close(self) -> None:
         """Do nothing."""
