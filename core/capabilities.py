@@ -356,15 +356,6 @@ class Describes(Protocol):
 
 
 @runtime_checkable
-class MultipliesSlowly(Protocol):
-    """A backend that measures how slow narrow products are on the device of a run."""
-
-    def bf16_slowdown(self, config: RunConfig) -> float:
-        """Return the time of a bf16 product over that of the same product in FP32; 1 where it was not measured."""
-        ...
-
-
-@runtime_checkable
 class OpensRanks(Protocol):
     """A backend that may open sessions of several ranks. ranked: whether it does."""
 

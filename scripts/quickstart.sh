@@ -3,9 +3,8 @@
 #
 #   scripts/quickstart.sh           set up, prepare data, train (or resume), report
 #   scripts/quickstart.sh --fresh   the same, but the run starts again from step 0
-#   scripts/quickstart.sh --precision.policy bf16
-#                                   in this precision. Without it a new run is in bf16, or in FP32 where the CPU has no
-#                                   instructions for bf16; a line tells which and why
+#   scripts/quickstart.sh --precision.policy fp32
+#                                   in this precision; without it a new run is in bf16
 #
 # Ends 0; 1 if a check disagreed; 2 if something is missing, or fewer than half of the checks could be made; 130 after
 # Ctrl-C (with a checkpoint).
@@ -62,15 +61,6 @@ train() { # leaves the exit code in $trained, so that a run that was not checked
     exit "$trained"
 }
 
-choose_policy() { # FP32 where the CPU has no instructions for bf16 products, unless the caller names a precision
-    local why
-    [ -z "$policy" ] || return 0
-    why=$(.venv/bin/python -m lockstep.scripts.shared.slow_products "$config")
-    [ -n "$why" ] || return 0
-    policy=fp32
-    say "training in FP32: $why"
-}
-
 shown() { # what this run has shown, where its report is, and what to do next
     local words
     words=$(
@@ -107,7 +97,6 @@ else
         train --resume "$run"
     else
         # An earlier run without a checkpoint has nothing to go on from.
-        choose_policy
         train "$config" --overwrite ${policy:+--precision.policy "$policy"}
     fi
 fi

@@ -28,7 +28,6 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 )
 from lockstep.torch_backend.session import TorchSession
 from lockstep.torch_backend.switches import check_environment
-from lockstep.torch_backend.tools.bf16_products import bf16_slowdown
 from lockstep.torch_backend.tools.deterministic import check_deterministic
 from lockstep.torch_backend.tools.nvtx import in_force as ranges_in_force
 
@@ -68,10 +67,6 @@ class TorchBackend:
         """Open the session of one rank, before it joins the others."""
         return self.session_class(config)
 
-    def bf16_slowdown(self, config: RunConfig) -> float:
-        """Return time of a bf16 matrix product / time of one in FP32, measured on the CPU; 1 on a GPU."""
-        return 1.0 if resolve_device(config).type == "cuda" else bf16_slowdown()
-
     def describe(self, config: RunConfig) -> Mapping[str, Any]:
         """Return versions, the device and the settings in force. Raises UserError as `open` does."""
         device = resolve_device(config)
@@ -96,7 +91,7 @@ class TorchBackend:
             "threads": torch.get_num_threads(),
             "in_force": {
                 "program": compiled,
-                **products_in_force(config),
+                **products_in_force(config, device),
                 "attention": in_force(config.attention, device, config.deterministic),
                 "loss head": config.loss.chosen.in_force(config.loss.chunk, config.loss.z_loss),
                 "recomputed": recompute_in_force(config.recompute),

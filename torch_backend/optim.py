@@ -57,6 +57,7 @@ from lockstep.torch_backend.kernels.bitsandbytes_adamw import (
     read_moment,
     written_moment,
 )
+from lockstep.torch_backend.precision import by_fp32, slow
 from lockstep.torch_backend.ranks.sharded_tensors import as_part, local, own_rows, rows_of, whole
 from lockstep.torch_backend.tools.import_logging import quiet_import
 
@@ -299,9 +300,16 @@ def orthogonal(x: Tensor, steps: int) -> Tensor:
     norm = torch.linalg.vector_norm(x, dtype=wide)
     x = (x.to(wide) / norm.clamp(min=LEAST_NORM)).to(x.dtype)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        gram = by_fp32(x, x.T) if slow(x) else x @ x.T
+        x = _add_product(x, _add_product(gram, gram, gram, B, C), x, A, 1.0)
     return x.T if tall else x
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta·total + alpha·left·right, rounded once."""
+    if slow(total):
+        return torch.addmm(total.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(total.dtype)
+    return torch.addmm(total, left, right, beta=beta, alpha=alpha)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

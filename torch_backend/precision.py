@@ -28,6 +28,9 @@ from lockstep.core.errors import UserError
 if TYPE_CHECKING:
     from lockstep.torch_backend.kernels.float8 import Float8
 
+# Multiplies two matrices; with a third argument, adds it to each row.
+Product = Callable[..., Tensor]
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -96,9 +99,12 @@ def policy_of(config: RunConfig) -> Policy:
     return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config), casts=config.precision.plan)
 
 
-def products_in_force(config: RunConfig) -> dict[str, str]:
-    """Name the library of FP32 products on the CPU, for the table at start, if it is not torch's BLAS."""
-    return {"FP32 products": "oneDNN"} if _by_onednn(config) else {}
+def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """Describe the products on the CPU for the table at start, where they are not those of torch's default."""
+    told = {"FP32 products": "oneDNN"} if _by_onednn(config) else {}
+    if _is_slow(DTYPES[config.precision.operand], device):
+        told[f"{config.precision.operand} products"] = "computed in FP32, then rounded"
+    return told
 
 
 def _by_onednn(config: RunConfig) -> bool:
@@ -124,9 +130,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
     if float8 is not None and in_float8:
         y = float8.product(x, weight)
     elif slow(x):
-        y = F.linear(x.to(policy.stream), weight.to(policy.operand).to(policy.stream)).to(policy.operand)
+        y = _Linear.apply(x, weight.to(policy.operand), None, by_fp32)
     elif policy.onednn and x.dtype == torch.float32:
-        y = _Linear.apply(x, weight)
+        y = _Linear.apply(x, weight, None, by_onednn)
     else:
         y = F.linear(x, weight.to(policy.operand))
     return policy.kept(y if bias is None else y.to(policy.stream) + bias, "linear")
@@ -135,10 +141,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
 def _with_bias(x: Tensor, weight: Tensor, bias: Tensor, policy: Policy) -> Tensor:
     """Compute x·Wᵀ + b with all operands in the operand dtype, and round the sum once. x has the operand dtype."""
     weight, bias = weight.to(policy.operand), bias.to(policy.operand)
-    if slow(x):
-        wide = F.linear(x.to(policy.stream), weight.to(policy.stream), bias.to(policy.stream))
-        return policy.kept(wide.to(policy.operand), "linear")
-    return policy.kept(F.linear(x, weight, bias), "linear")
+    y = _Linear.apply(x, weight, bias, by_fp32) if slow(x) else F.linear(x, weight, bias)
+    return policy.kept(y, "linear")
 
 
 def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
@@ -155,18 +159,24 @@ def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The product x (…, in) · Wᵀ in FP32, forward and backward, by oneDNN."""
+    """The product x (…, in) · Wᵀ + bias (out,), forward and backward, by one function for all products.
+
+    A function that adds no bias gets none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return by_onednn(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+        ctx.biased, ctx.product = bias is not None, product
+        added = () if bias is None else (bias,)
+        return product(x.flatten(0, -2), weight.T, *added).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
-        return by_onednn(grad, weight).unflatten(0, x.shape[:-1]), by_onednn(grad.T, x.flatten(0, -2))
+        grad_x = ctx.product(grad, weight).unflatten(0, x.shape[:-1])
+        return grad_x, ctx.product(grad.T, x.flatten(0, -2)), grad.sum(0) if ctx.biased else None, None
 
 
 class _Head(torch.autograd.Function):
@@ -191,16 +201,28 @@ class _Head(torch.autograd.Function):
         return grad_x.to(ctx.of_x), grad_weight, None, None
 
 
+# torch hands bf16 products to oneDNN on CPUs for which oneDNN has kernels (on x86 those with AVX-512). On the others
+# torch computes them in plain loops, 3 to 130 times as slow as products in FP32 (docs/results/narrow_products.md).
+BF16_BY_ONEDNN: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def slow(x: Tensor) -> bool:
-    """Return whether products of x are computed in FP32 and then rounded: FP16 on the CPU, fifty times as slow."""
-    return x.dtype == torch.float16 and not x.is_cuda
+    """Return whether products of x are computed in FP32 and then rounded (`by_fp32`).
+
+    On the CPU this is so in FP16, and in bf16 where torch has only plain loops for it.
+    """
+    return _is_slow(x.dtype, x.device)
+
+
+def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not BF16_BY_ONEDNN))
 
 
 def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
     """Multiply two matrices of the operand dtype, round the product to that dtype, and cast it to `out`."""
-    if slow(left) or left.dtype == out:
-        return wide_product(left, right, out, onednn).to(left.dtype).to(out)
-    return torch.mm(left, right).to(out)
+    if left.dtype == out:
+        return wide_product(left, right, out, onednn)
+    return (by_fp32 if slow(left) else torch.mm)(left, right).to(out)
 
 
 def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
@@ -228,6 +250,32 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False
 @torch.library.custom_op("lockstep::add_product", mutates_args=("total",))
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def by_fp32(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute left (m, k) · right (k, n) + bias (n,) of a narrow dtype on the CPU in FP32, and round once → (m, n).
+
+    Products of single elements are exact in FP32. So the result differs from that of narrow instructions, which also
+    add in FP32, only by the order of the sums.
+    """
+    made: Tensor = torch.ops.lockstep.product_by_fp32.default(left, right, bias)
+    return made
+
+
+# An operation of its own: checkpointing keeps its narrow result (torch_backend/kernels/recompute.py), and Inductor does
+# not remove its roundings.
+torch.library.define("lockstep::product_by_fp32", "(Tensor left, Tensor right, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl("lockstep::product_by_fp32", "CPU")
+def _product_by_fp32(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    wide = (left.float(), right.float())
+    return (torch.mm(*wide) if bias is None else torch.addmm(bias.float(), *wide)).to(left.dtype)
+
+
+@torch.library.register_fake("lockstep::product_by_fp32")
+def _shape_of_product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:

@@ -18,16 +18,13 @@ class Format:
     """A floating-point format.
 
     bytes: of a stored number. roundoff: half the distance from 1 to the next number. as_read: CUDA's tensor cores read
-    so much of stored FP32 numbers; the CPU has no such format. slow_on_cpu: the CPU makes its products in FP32.
-    own_instructions: some CPUs have instructions for its products; on the others they take far longer than FP32's.
+    so much of stored FP32 numbers; the CPU has no such format.
     """
 
     name: str
     bytes: int
     roundoff: float
     as_read: bool = False
-    slow_on_cpu: bool = False
-    own_instructions: bool = False
 
 
 FORMATS: dict[str, Format] = {
@@ -37,8 +34,8 @@ FORMATS: dict[str, Format] = {
         Format("fp32", 4, 2.0**-24),
         # The tensor cores read 10 of its fraction's bits.
         Format("tf32", 4, 2.0**-11, as_read=True),
-        Format("bf16", 2, 2.0**-8, own_instructions=True),
-        Format("fp16", 2, 2.0**-11, slow_on_cpu=True),
+        Format("bf16", 2, 2.0**-8),
+        Format("fp16", 2, 2.0**-11),
         Format("fp8", 1, 2.0**-4),
     )
 }

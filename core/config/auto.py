@@ -1,14 +1,15 @@
 """Resolve `auto` on the CPU: the attention kernel, the AdamW and the library of FP32 products.
 
-The values depend on the run's configuration, the library also on the processor's vendor. Both backends, the plan and
-run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
+The values depend on the run's configuration, the kernel and the library also on the processor. Both backends, the
+plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
 The attention kernel is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash`
 (measured: docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
-  processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. In FP32
-  and FP64 it is never slower.
+  processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. On x86
+  without AVX-512 it is slower at every length: its bf16 products are plain loops, those of `math` are in FP32
+  (docs/results/narrow_products.md). In FP32 and FP64 it is never slower.
 - memory: sequences are at most WIDTHS head dimensions long. For each token a layer then keeps 4·heads·S bytes of
   scores, at most WIDTHS hidden vectors in FP32 (4·heads·head_dim bytes each).
 
@@ -35,6 +36,8 @@ from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig, Section
 
 SHORT, WIDTHS = 192, 4
+# oneDNN's avx512_core; torch hands bf16 products to oneDNN from there on (torch_backend/precision.py, BF16_BY_ONEDNN).
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
@@ -46,7 +49,8 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: the attention kernel, fused AdamW, "onednn" or "blas"."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
-    written_out = config.precision.operand in NARROW and length < SHORT and small
+    slow_flash = length < SHORT or not multiplies_bf16()
+    written_out = config.precision.operand in NARROW and slow_flash and small
     return {
         # Only `math` supports capped scores.
         "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
@@ -55,14 +59,29 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
     }
 
 
-@cache
 def vendor() -> str:
     """Return the x86 processor's vendor as Linux reports it, for example "AuthenticAMD"; "" elsewhere."""
+    return _reported("vendor_id")
+
+
+def multiplies_bf16() -> bool:
+    """Return whether torch has fast bf16 products on this processor, as Linux reports its instructions.
+
+    On x86 it has them with AVX-512, and with AVX2's later instructions for bf16. Elsewhere the answer is True.
+    """
+    flags = set(_reported("flags").split())
+    return not flags or flags >= AVX512 or "avx_ne_convert" in flags
+
+
+@cache
+def _reported(key: str) -> str:
+    """Return the value of a key of /proc/cpuinfo, of the first processor; "" without such a key."""
     try:
-        found = re.search(r"^vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return ""
-    return found[1] if found else ""
+    found = re.search(rf"^{key}\s*:\s*(.*)", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:

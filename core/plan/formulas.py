@@ -121,8 +121,8 @@ class _Products:
         """
         z, n = self.z, self.z.tokens
         if z.casts:
-            tape.make(**{f"{name}.x": 0.0 if narrow else float(z.read * n * into)})
-            tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.read * into * out)})
+            tape.make(**{f"{name}.x": 0.0 if narrow else float(z.operand * n * into)})
+            tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.operand * into * out)})
             tape.make(fp8=self.narrow * (n * into + into * out))
             tape.make(product=float(z.operand * n * out))
             tape.free("fp8")
@@ -334,7 +334,7 @@ def mlp(z: Sizes, normed_again: bool = False, recomputed: bool = False) -> Part:
     layer.forward(forward, "gate", z.hidden, z.ffn, shares)
     layer.forward(forward, "up", z.hidden, z.ffn, shares)
     read = _activate(forward, z, F)
-    narrow_act = z.casts and not z.slow and z.plan.rounds("act")
+    narrow_act = z.casts and z.plan.rounds("act")
     layer.forward(forward, "down", z.ffn, z.hidden, narrow_act)
     forward.free("down")
     forward.free_if("before gate", "before up")

@@ -87,7 +87,7 @@ def _full_narrow(z: Sizes) -> HeadMemory:
     wide, narrow = float(z.stream * n * V), float(z.operand * n * V)
     # Where a plan keeps what linear layers write in FP32, logits go through it, and their gradient does.
     through = 0.0 if z.plan.keeps("linear") else wide
-    x, weight = float(z.read * n * z.hidden), float(z.read * V * z.hidden)
+    x, weight = float(z.operand * n * z.hidden), float(z.operand * V * z.hidden)
     forward = Tape()
     forward.make(x=x, w=weight)
     forward.make(product=narrow)

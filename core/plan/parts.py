@@ -123,7 +123,7 @@ def by_kind(z: Sizes, graph: Graph, one: Operation, masked: bool, there: set[str
         tap = one.tap if role == OUTPUT else one.reads[role]
         numbers = n * (out if role == OUTPUT else width[role])
         if products and z.casts:
-            kept[f"{one.tap}.{role}"] = 0.0 if z.fused and z.fp8 else float(z.read * numbers)
+            kept[f"{one.tap}.{role}"] = 0.0 if z.fused and z.fp8 else float(z.operand * numbers)
         elif tap not in there and (products or not z.fused or role == OUTPUT):
             there.add(tap)
             kept[f"{one.tap}.{role}"] = float(z.stream * numbers)

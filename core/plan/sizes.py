@@ -25,7 +25,7 @@ class Sizes:
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
     kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual
-    stream. autocast: see `sizes_of`. slow: FP16 on the CPU, whose products are made in FP32. plan: what else is
+    stream. autocast: see `sizes_of`. plan: what else is
     rounded.
     """
 
@@ -45,7 +45,6 @@ class Sizes:
     kernel: AttentionKernel
     capped: bool
     on_cpu: bool
-    slow: bool
     logits: int
     residual: int
     autocast: bool
@@ -55,11 +54,6 @@ class Sizes:
     def copies(self) -> bool:
         """Return whether products with wide outputs are made of copies of their operands, as the CPU's are."""
         return self.on_cpu and self.casts
-
-    @property
-    def read(self) -> int:
-        """Bytes of a number that a linear layer keeps of its input and weight: FP32 where FP16 is slow."""
-        return self.stream if self.slow else self.operand
 
     @property
     def casts(self) -> bool:
@@ -78,7 +72,7 @@ class Sizes:
     @property
     def shares(self) -> bool:
         """Return whether layers that read one norm keep its output as it is: no cast makes a copy for each."""
-        return self.casts and not self.slow and self.plan.keeps("norm")
+        return self.casts and self.plan.keeps("norm")
 
 
 def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
@@ -109,7 +103,6 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         kernel=kernel_of(config, gpu),
         capped=config.model.attention_cap > 0,
         on_cpu=not gpu.cuda,
-        slow=not gpu.cuda and FORMATS[policy].slow_on_cpu,
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
         residual=operand if narrow else stream,
         autocast=autocast,

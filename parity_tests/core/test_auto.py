@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.core.config import auto
 from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, on_cpu, settled
@@ -17,8 +20,15 @@ from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.session import kernel_followed
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.precision import BF16_BY_ONEDNN
 
 CPU = gpu_named("cpu")
+READ = auto.multiplies_bf16
+
+
+@pytest.fixture(autouse=True)
+def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "multiplies_bf16", lambda: True)
 
 
 def run(**settings) -> RunConfig:
@@ -35,6 +45,42 @@ def kernel(**settings) -> str:
 def test_length_decides():
     assert kernel() == "math"
     assert kernel(train__sequence_length=SHORT) == "flash"
+
+
+def test_without_instructions_for_bf16_no_length_is_too_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auto, "multiplies_bf16", lambda: False)
+    assert kernel(train__sequence_length=SHORT) == "math"
+    assert kernel(train__sequence_length=SHORT, precision__policy="fp32") == "flash"
+    assert kernel(train__sequence_length=WIDTHS * 128 + 1) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx avx2 fma", False),
+        ("fpu avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl", True),
+        ("fpu avx avx2 avx512f avx512cd", False),
+        ("fpu avx avx2 avx_vnni avx_ne_convert avx_vnni_int8", True),
+        (None, True),
+    ],
+)
+def test_the_instructions_are_read(flags, expected, tmp_path, monkeypatch):
+    text = "processor\t: 0\nvendor_id\t: GenuineIntel\n" + (f"flags\t\t: {flags}\n" if flags else "")
+    (tmp_path / "cpuinfo").write_text(f"{text}\nprocessor\t: 1\nflags\t\t: none\n" if flags else text)
+    monkeypatch.undo()
+    monkeypatch.setattr(auto, "Path", lambda name: tmp_path / "cpuinfo")
+    auto._reported.cache_clear()
+    try:
+        assert auto.multiplies_bf16() is expected and auto.vendor() == "GenuineIntel"
+    finally:
+        auto._reported.cache_clear()
+
+
+def test_the_processor_is_what_torch_finds():
+    """Both must give one answer: one chooses the attention kernel, the other how products are computed."""
+    on_x86 = platform.machine() == "x86_64" and sys.platform == "linux"
+    if on_x86 and torch.backends.mkldnn.is_available():
+        assert READ() is BF16_BY_ONEDNN
 
 
 @pytest.mark.parametrize(

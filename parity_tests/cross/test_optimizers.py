@@ -32,7 +32,7 @@ from lockstep.parity_tests.cross.variants import ALL_BIASES, relative, same_bits
 from lockstep.parity_tests.fused_on_cuda import fused_on_cuda
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.scripts.studies.clean_runs import initial_state
-from lockstep.torch_backend import optim
+from lockstep.torch_backend import optim, precision
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.optim import build_optimizer, eight_bits, orthogonal, set_learning_rate
 from lockstep.torch_backend.session import TorchSession
@@ -209,8 +209,8 @@ def test_a_block_has_the_same_codes_whatever_stands_beside_it(signed, monkeypatc
 
 
 @pytest.fixture
-def norm_as_in_torch(monkeypatch):
-    """torch.optim.Muon rounds the norm to bf16: that is all that sets it apart."""
+def as_in_torch(monkeypatch):
+    """torch.optim.Muon rounds the norm to bf16, and its products are torch's own. Nothing else sets it apart."""
     exact = torch.linalg.vector_norm
 
     def rounded(x, *arguments, dtype=None, **options):
@@ -218,10 +218,11 @@ def norm_as_in_torch(monkeypatch):
         return found if dtype is None else found.to(dtype)
 
     monkeypatch.setattr(torch.linalg, "vector_norm", rounded)
+    monkeypatch.setattr(precision, "BF16_BY_ONEDNN", True)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 172)])
-def test_newton_schulz_is_that_of_torch_but_for_the_norm(shape, norm_as_in_torch):
+def test_newton_schulz_is_that_of_torch_but_for_the_norm(shape, as_in_torch):
     from torch.optim._muon import _zeropower_via_newtonschulz as in_torch
 
     x = torch.tensor(np.random.default_rng(0).standard_normal(shape), dtype=torch.float32)
@@ -257,7 +258,7 @@ def test_newton_schulz_is_that_of_jax_and_of_the_singular_values(shape):
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torch_s_muon(nesterov, norm_as_in_torch):
+def test_muon_is_torch_s_muon(nesterov, as_in_torch):
     """Three steps of a tall and a wide matrix with clipped gradients, rate and decay of the group."""
     config = run_of("muon", nesterov=nesterov, weight_decay=0.25)
     names = ("blocks.0.mlp.up_proj.weight", "blocks.0.mlp.down_proj.weight")

@@ -160,12 +160,7 @@ def quickstart(tmp_path):
     for name in ("quickstart.sh", "setup/environment.sh", "setup/say.sh"):
         shutil.copy(REPO / "scripts" / name, tmp_path / "scripts" / name)
     put(tmp_path / "scripts/setup", "setup_env.sh", "exit 0")
-    # Stands for a machine whose bf16 products are as fast as FP32's, or as slow as SLOW tells.
-    put(
-        tmp_path / ".venv" / "bin",
-        "python",
-        f'case "$2" in *slow_products) printf "%s" "$SLOW";; *) exec {real_python()} "$@";; esac',
-    )
+    put(tmp_path / ".venv" / "bin", "python", f'exec {real_python()} "$@"')
     put(
         tmp_path / ".venv" / "bin",
         "lockstep",
@@ -173,13 +168,11 @@ def quickstart(tmp_path):
         f'[ -z "$TRAIN_WRITES" ] || echo "$TRAIN_WRITES" > {tmp_path}/runs/quickstart/run.json; exit "$TRAIN_ENDS"',
     )
 
-    def start(
-        *arguments: str, train_ends: int = 0, train_writes: str = "", slow: str = ""
-    ) -> tuple[int, str, list[str]]:
+    def start(*arguments: str, train_ends: int = 0, train_writes: str = "") -> tuple[int, str, list[str]]:
         (tmp_path / "asked").unlink(missing_ok=True)
         done = subprocess.run(
             ["bash", str(tmp_path / "scripts" / "quickstart.sh"), *arguments],
-            env=os.environ | {"TRAIN_ENDS": str(train_ends), "TRAIN_WRITES": train_writes, "SLOW": slow},
+            env=os.environ | {"TRAIN_ENDS": str(train_ends), "TRAIN_WRITES": train_writes},
             capture_output=True,
             text=True,
         )
@@ -269,23 +262,14 @@ def test_a_training_that_stopped_gets_none(quickstart, ends):
     assert ("goes on from the checkpoint" in text) is (ends == 130)
 
 
-def test_without_fast_bf16_the_quickstart_trains_in_fp32_and_tells_why(quickstart):
-    why = "bf16 products take 92 times FP32's time on this CPU"
-    code, text, asked = quickstart(slow=why)
-    assert (code, asked) == (0, [PREPARE, f"{START} --precision.policy fp32", REPORT])
-    assert text.splitlines()[0] == f"lockstep: training in FP32: {why}"
-    assert len(text.splitlines()[0]) <= 80
-    assert "FP32" not in quickstart()[1]
-
-
-@pytest.mark.parametrize("words", [("--precision.policy", "bf16"), ("--precision.policy=bf16",)])
+@pytest.mark.parametrize("words", [("--precision.policy", "fp32"), ("--precision.policy=fp32",)])
 def test_a_precision_that_is_named_is_taken(quickstart, words):
-    code, text, asked = quickstart(*words, slow="slow")
-    assert (code, asked[1]) == (0, f"{START} --precision.policy bf16") and "FP32" not in text
+    code, _, asked = quickstart(*words)
+    assert (code, asked[1]) == (0, f"{START} --precision.policy fp32")
     (quickstart.run / "checkpoints" / "step_000010").mkdir(parents=True)
     code, text, asked = quickstart(*words)
     assert (code, asked) == (2, []) and "keeps its precision; for a new run add --fresh" in text
-    assert quickstart("--fresh", *words)[2][1] == f"{START} --precision.policy bf16"
+    assert quickstart("--fresh", *words)[2][1] == f"{START} --precision.policy fp32"
 
 
 def test_quickstart_refuses_other_arguments(quickstart):

@@ -24,7 +24,7 @@ from lockstep.torch_backend.tools.plan import compiled_forward, fake
 
 ROWS, VOCAB, HIDDEN, CHUNKS = 16, 384, 24, 4
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default, torch.ops.lockstep.product_by_fp32.default}
 # These read their arguments from memory: the compiler cannot fuse them with what they read.
 OPAQUE = PRODUCTS | {torch.ops.lockstep.after.default}
 # The results of these are written to memory, and what follows reads them from there.

@@ -33,7 +33,6 @@ from lockstep.scripts.shared.interrupts import interrupts, terminated_as_interru
 from lockstep.scripts.shared.open_data import open_data
 from lockstep.scripts.shared.peers import needs_start, opens_ranks, ranks_of_launch, start_ranks
 from lockstep.scripts.shared.restart import is_of_this_launch, note_launch, run_of_this_launch, with_ranks_that_are_left
-from lockstep.scripts.shared.slow_products import slow_products
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +90,6 @@ def main(argv: list[str]) -> int:
     from lockstep.core.run.create import check_free
     from lockstep.core.run.directory import RunDir
     from lockstep.core.run.layout import CONFIG
-    from lockstep.core.sinks.terminal import open_console
     from lockstep.core.train.determinism import place, require_same_place
     from lockstep.scripts.shared.startup_banner import versions
 
@@ -142,8 +140,6 @@ def main(argv: list[str]) -> int:
         require_same_place(resumed, place(config, about, versions()))
     if config.parity.every:
         calibrated_bounds.require(config)
-    if not resumed and (slow := slow_products(config, backend)):
-        tell(open_console(), f"{slow}: --precision.policy fp32 trains faster", "yellow")
     with ExitStack() as stack:
         ranks = stack.enter_context(ranks_of_launch(config))
         stack.enter_context(terminated_as_interrupted())

@@ -126,7 +126,8 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "The rule (core/config/auto.py): `math` where operands have two bytes, sequences are shorter than "
         f"{SHORT} tokens",
-        f"and at most {WIDTHS} head dimensions long; `flash` elsewhere.",
+        f"and at most {WIDTHS} head dimensions long; `flash` elsewhere. On x86 without AVX-512 the first limit does "
+        "not apply (narrow_products.md).",
         "",
         "| policy | program | tokens a sequence | `flash`, ms | `math`, ms | × | `flash`, MB | `math`, MB |",
         "|---|---|---|---|---|---|---|---|",
