@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from lockstep.parity_tests.clock import Clock
 from lockstep.parity_tests.faults import forward, loss, optimizer, state
 from lockstep.parity_tests.guards.events import NO_SPACE, Refusing
 from lockstep.parity_tests.loop.runs import alive, equal, wait_until_gone
+from lockstep.parity_tests.repository import REPO
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -201,6 +204,35 @@ def test_a_reference_that_fails_says_why_in_one_line() -> None:
     assert all(r.startswith("the reference failed: RuntimeError: no such luck (") for r in lost.values())
     assert "\n" not in lost[1] and "references.py:" in lost[1]
     assert not alive(pid)
+
+
+def test_signals_to_every_process_of_a_run_do_not_end_the_worker() -> None:
+    """While the worker starts, and while it waits: a terminal sends SIGINT and SIGHUP, Slurm SIGTERM."""
+    session = TorchSession(checked())
+    with Shadow(checked(), f"{REFERENCES}:Failing") as shadow:
+        for seed in range(2):
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                os.kill(shadow.worker_pid, number)
+            step(shadow, session, seed)
+            assert "the reference failed" in skipped(list(shadow.drain()))[seed + 1]
+        assert alive(shadow.worker_pid)
+
+
+# Ends without closing the worker.
+LEFT_OPEN = f"""
+from lockstep.core.parity.modes.shadow import Shadow
+from lockstep.parity_tests.tiny import tiny_config
+
+if __name__ == "__main__":
+    shadow = Shadow(tiny_config(), "{REFERENCES}:Failing")
+    print(shadow.worker_pid, flush=True)
+"""
+
+
+def test_a_trainer_that_ends_without_closing_the_worker_does_not_wait_for_it() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert wait_until_gone(int(done.stdout))
 
 
 def test_a_reference_that_ends_its_process_is_no_reason_to_wait() -> None:

@@ -10,6 +10,7 @@ every lost check is reported. A worker that has work and sends no result within 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import multiprocessing
@@ -126,14 +127,17 @@ class Shadow:
             daemon=True,
             name="lockstep-reference",
         )
-        # Ctrl-C, and the end of a terminal, signal the whole process group. The worker inherits that both are ignored,
-        # and finishes its work.
-        previous = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGHUP)}
+        # Ctrl-C, the end of a terminal and a scheduler (Slurm) signal every process of a run. The worker inherits that
+        # their signals are ignored, and finishes its work. At its end Python sends SIGTERM to a child and waits for it,
+        # so a worker that nobody closed is killed before.
+        signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+        previous = {s: signal.signal(s, signal.SIG_IGN) for s in signals}
         try:
             self._worker.start()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        atexit.register(self._worker.kill)
         evidence_in.close()
         results_out.close()
 
@@ -258,6 +262,7 @@ class Shadow:
         if self._worker.is_alive():
             self._worker.kill()
             self._worker.join()
+        atexit.unregister(self._worker.kill)
         left = self._folder.glob(f".{os.getpid()}-*.tmp")
         for place in (*left, *self._apart, *map(self._place, (*self._waiting, self._accused))):
             self._remove_folder(place)
