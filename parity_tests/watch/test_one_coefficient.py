@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core.parity.watch.judge import AS_NARROW
+from lockstep.core.parity.watch.clipping import AS_NARROW
 from lockstep.core.parity.watch.one_coefficient import coefficients
 from lockstep.parity_tests.watch.own import train
 from lockstep.parity_tests.watch.test_own_module import clip

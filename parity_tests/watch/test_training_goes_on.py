@@ -24,9 +24,9 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "the reference": (checker.Checker, "_answers", "loss and gradients"),
     "judging gradients": (judge.Judge, "_gradient", "gradients"),
     "judging the loss": (judge, "loss_unit", "gradients"),
-    "judging clipping": (judge, "clipping", "clip_coefficient"),
-    "judging the update": (judge, "update", "update"),
-    "judging hyperparameters": (judge, "hyperparameters", "hyperparameters"),
+    "judging clipping": (checker, "clipping", "clip_coefficient"),
+    "judging the update": (checker, "update", "update"),
+    "judging hyperparameters": (checker, "hyperparameters", "hyperparameters"),
     "looking at all parameters": (checker, "outside", "update"),
     "the whole check": (checker.Checker, "_finish", "step"),
 }

@@ -20,8 +20,8 @@ from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
 from lockstep.core.parity.watch.coverage import Coverage
+from lockstep.core.parity.watch.findings import exact, layer_in
 from lockstep.core.parity.watch.formulas import formulas
-from lockstep.core.parity.watch.judge import exact, layer_in
 from lockstep.core.parity.watch.limits import Precision
 from lockstep.core.parity.watch.observed import Observed
 from lockstep.core.parity.watch.snapshot import plain_name

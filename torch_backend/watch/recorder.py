@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch.judge import exact
+from lockstep.core.parity.watch.findings import exact
 from lockstep.core.parity.watch.limits import Precision
 from lockstep.core.parity.watch.turns import Kind
 from lockstep.torch_backend.watch import declared

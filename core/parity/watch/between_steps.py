@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.core.backend import Arrays
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch import judge
+from lockstep.core.parity.watch.findings import exact
 from lockstep.core.parity.watch.moved import since_last_step
 from lockstep.core.parity.watch.snapshot import Snapshot
 from lockstep.core.parity.watch.together import Cut
@@ -61,7 +61,7 @@ class BetweenSteps:
             yield since_last_step(self._end.weights, weights, dtypes)
         now = _digest(states())
         basis = "equal bits of optimizer state after one step and before the next"
-        yield judge.exact("moments", "state", int(now != self._end.state), 1, basis, phase="state")
+        yield exact("moments", "state", int(now != self._end.state), 1, basis, phase="state")
 
 
 def _digest(states: Sequence[Snapshot]) -> str:

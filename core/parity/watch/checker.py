@@ -10,15 +10,19 @@ import numpy as np
 from lockstep.core.backend import Arrays
 from lockstep.core.errors import UserError
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch import judge
-from lockstep.core.parity.watch.judge import Judge, Step
+from lockstep.core.parity.watch.cause import cause_of
+from lockstep.core.parity.watch.clipping import clipping
+from lockstep.core.parity.watch.findings import exact
+from lockstep.core.parity.watch.judge import Judge
 from lockstep.core.parity.watch.library_rules import RULES, rule_of
 from lockstep.core.parity.watch.limits import Limits, Precision
 from lockstep.core.parity.watch.listen import Pending
 from lockstep.core.parity.watch.settings import Settings
 from lockstep.core.parity.watch.snapshot import Answer, ShowsStages, Snapshot, StepReference, batch_as, outside, renamed
+from lockstep.core.parity.watch.step import Step
 from lockstep.core.parity.watch.together import owner_of
 from lockstep.core.parity.watch.uncovered import Guard, Uncovered
+from lockstep.core.parity.watch.update import check_declared, hyperparameters, skipped_by_scaler, update
 from lockstep.core.parity.watch.update_rules import Rule
 
 
@@ -38,7 +42,7 @@ class Checker:
         precision: Precision,
         guard: Guard,
     ) -> None:
-        judge.check_declared(settings.declared, optimizers)
+        check_declared(settings.declared, optimizers)
         self._renamed = renamed(settings.names, list(dtypes))
         self._optimizers, self._reference, self._settings = optimizers, reference, settings
         self._dtypes, self._precision, self._guard = dtypes, precision, guard
@@ -60,7 +64,7 @@ class Checker:
         step = self._finish(pending, params)
         findings += pending.between
         findings += pending.observed.findings if pending.observed else ()
-        skipped = judge.skipped_by_scaler(step)
+        skipped = skipped_by_scaler(step)
         # The update comes first, so that its tensors are released before the reference allocates memory.
         uncovered_late = Uncovered()
         late = self._update(step, pending, params, skipped, uncovered_late)
@@ -101,7 +105,7 @@ class Checker:
         cause = None
         if truth is not None:
             with guard.link(uncovered, "cause"):
-                cause = judge.cause_of(step, truth, compared, self._precision)
+                cause = cause_of(step, truth, compared, self._precision)
                 broken = [f.tap for f in compared if f.stage == "gradients" and not f.ok and f.tap in step.grads]
                 cause = cause or next((f.note for f in findings if f.tap == "ranks" and not f.ok), None)
                 if where := owner_of(broken, step.grads, twin.grads, pending.layouts):
@@ -134,19 +138,17 @@ class Checker:
         with guard.link(uncovered, "update"):
             alone, strangers = outside(params, self._optimizers)
             basis = "every trainable parameter is in an optimizer's group"
-            findings.append(
-                judge.exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update")
-            )
+            findings.append(exact("update", "names", len(alone), len(params), basis, ", ".join(alone[:5]), "update"))
             if strangers:
                 uncovered.append(f"{strangers} tensors that the optimizer holds and the model does not")
         all_read = len(step.before) == len(self._optimizers) and not pending.stale
         if not skipped and all_read and all(count == 1 for count in step.fired):
             with guard.link(uncovered, "clip_coefficient"):
-                findings.extend(judge.clipping(step, self._settings.clip_norm))
+                findings.extend(clipping(step, self._settings.clip_norm))
         with guard.link(uncovered, "hyperparameters"):
-            findings.extend(judge.hyperparameters(step, self._settings.declared, uncovered))
+            findings.extend(hyperparameters(step, self._settings.declared, uncovered))
         with guard.link(uncovered, "update"):
-            findings.extend(judge.update(step, skipped, uncovered))
+            findings.extend(update(step, skipped, uncovered))
         return findings
 
     def _calibrated(self, missing: Uncovered) -> list[Finding]:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch import judge
+from lockstep.core.parity.watch import cause
+from lockstep.core.parity.watch.findings import exact, few
 from lockstep.core.parity.watch.listen import Pending
 
 BASIS = "only optimizer.step() changes weights; if the loop changes them too, declare weights_change=True"
@@ -65,15 +66,15 @@ def finding(when: str, moved: list[str], narrow: list[str], count: int) -> Findi
     narrow: the weights among `moved` that now hold only bf16 numbers.
     count: number of weights compared.
     """
-    note = judge.few(moved) if moved else ""
+    note = few(moved) if moved else ""
     if narrow:
-        note += "; only bf16 numbers are left" + ("" if len(narrow) == len(moved) else f" in {judge.few(narrow)}")
-    return judge.exact("weights", when, len(moved), max(count, 1), BASIS, note, "state")
+        note += "; only bf16 numbers are left" + ("" if len(narrow) == len(moved) else f" in {few(narrow)}")
+    return exact("weights", when, len(moved), max(count, 1), BASIS, note, "state")
 
 
 def is_narrow(weight: Any) -> bool:
     """Return whether all numbers of FP32 weights are exact in bf16. For sharded weights, this rank's part is read."""
-    return judge.is_narrow(getattr(weight, "local", weight), 16)
+    return cause.is_narrow(getattr(weight, "local", weight), 16)
 
 
 def digest(weight: Any) -> bytes:

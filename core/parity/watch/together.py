@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays
 from lockstep.core.parity.measures.verdict import Finding
-from lockstep.core.parity.watch import judge
+from lockstep.core.parity.watch.findings import exact
 from lockstep.core.parity.watch.listen import Pending
 from lockstep.core.parity.watch.snapshot import Snapshot, array_of, share_equal
 from lockstep.core.parity.watch.uncovered import Uncovered, WatchCheck, reason
@@ -230,7 +230,7 @@ def put_together(
     if others := [f"{share.fired} on rank {rank}" for rank, share in enumerate(shares) if share.fired != fired]:
         basis = "each optimizer's step() ran equally often on every rank"
         note = f"optimizer.step() ran {fired} times on rank 0, {', '.join(others)}"
-        pending.between.append(judge.exact("step_count", "ranks", len(others), len(shares), basis, note, "update"))
+        pending.between.append(exact("step_count", "ranks", len(others), len(shares), basis, note, "update"))
     return pending
 
 
@@ -323,7 +323,7 @@ def differences(digests: Sequence[Mapping[str, Mapping[str, bytes]]]) -> Iterato
             for rank, found in apart.items()
         )
         basis = f"equal bits on {len(held)} ranks ({moment.replace('/', ': ')})"
-        yield judge.exact(stage, "ranks", sum(map(len, apart.values())), len(names), basis, note, phase)
+        yield exact(stage, "ranks", sum(map(len, apart.values())), len(names), basis, note, phase)
 
 
 def told_to_all(ranks: Ranks, check: WatchCheck, judged: bool) -> tuple[WatchCheck, bool]:
