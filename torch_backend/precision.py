@@ -269,8 +269,12 @@ torch.library.define("lockstep::product_by_fp32", "(Tensor left, Tensor right, T
 
 @torch.library.impl("lockstep::product_by_fp32", "CPU")
 def _product_by_fp32(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    wide = (left.float(), right.float())
-    return (torch.mm(*wide) if bias is None else torch.addmm(bias.float(), *wide)).to(left.dtype)
+    # The FP32 operands are freed before the result is rounded.
+    if bias is None:
+        wide = torch.mm(left.float(), right.float())
+    else:
+        wide = torch.addmm(bias.float(), left.float(), right.float())
+    return wide.to(left.dtype)
 
 
 @torch.library.register_fake("lockstep::product_by_fp32")

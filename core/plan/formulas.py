@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from lockstep.core.model.graph import Operation
 from lockstep.core.plan.phase import Phase, Tape
+from lockstep.core.plan.products import multiply
 from lockstep.core.plan.sizes import Sizes
 
 COPIES = "weights in the operand dtype"
@@ -124,7 +125,7 @@ class _Products:
             tape.make(**{f"{name}.x": 0.0 if narrow else float(z.operand * n * into)})
             tape.make(**{f"{name}.w": 0.0 if z.fp8 else float(z.operand * into * out)})
             tape.make(fp8=self.narrow * (n * into + into * out))
-            tape.make(product=float(z.operand * n * out))
+            multiply(tape, z, n, into, out, product=float(z.operand * n * out))
             tape.free("fp8")
         if z.casts and z.plan.keeps("linear"):
             tape.free("product")
@@ -153,8 +154,8 @@ class _Products:
         if own:
             tape.free(f"d_{name}")
         tape.make(fp8=self.narrow * (n * (into + out) + into * out))
-        tape.make(narrow_x=float(z.operand * n * into))
-        tape.make(narrow_g=float(z.operand * into * out))
+        multiply(tape, z, n, out, into, narrow_x=float(z.operand * n * into))
+        multiply(tape, z, out, n, into, narrow_g=float(z.operand * into * out))
         tape.free("fp8", "narrow_d", f"{name}.x", f"{name}.w")
         tape.make(**{f"g_{name}": weight})
         tape.free("narrow_g")

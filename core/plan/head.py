@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from lockstep.core.components.loss_heads import LossHead
 from lockstep.core.config.schema import LossConfig
 from lockstep.core.plan.phase import Phase, Tape
+from lockstep.core.plan.products import multiply
 from lockstep.core.plan.sizes import Sizes
 
 # Logits that the CPU widens to FP64 at a time (`AT_A_TIME` in torch_backend/loss.py, to which a test holds it).
@@ -70,7 +71,7 @@ def _full(z: Sizes) -> HeadMemory:
     back.free("logits")
     if z.casts:
         back.make(narrow=_narrowed(z, n))
-    back.make(narrow_x=operand if z.casts else 0.0)
+    multiply(back, z, n, V, z.hidden, narrow_x=operand if z.casts else 0.0)
     back.make(d_x=D)
     back.free("narrow_x")
     if z.copies:
@@ -90,7 +91,7 @@ def _full_narrow(z: Sizes) -> HeadMemory:
     x, weight = float(z.operand * n * z.hidden), float(z.operand * V * z.hidden)
     forward = Tape()
     forward.make(x=x, w=weight)
-    forward.make(product=narrow)
+    multiply(forward, z, n, z.hidden, V, product=narrow)
     forward.make(through=through)
     forward.free("product")
     forward.make(logits=narrow)
@@ -104,7 +105,8 @@ def _full_narrow(z: Sizes) -> HeadMemory:
     back.free("grad")
     back.make(narrow=narrow)
     back.free("through")
-    back.make(narrow_x=x, narrow_g=weight)
+    multiply(back, z, n, V, z.hidden, narrow_x=x)
+    multiply(back, z, V, n, z.hidden, narrow_g=weight)
     back.free("narrow", "x", "w", "logsumexp")
     back.make(gradient=float(z.stream * V * z.hidden))
     back.free("narrow_g")
@@ -250,6 +252,9 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
             _losses_and_gradient(forward, z, rows)
         forward.free_if("grad_before", "narrow_before")
         forward.make(narrow=narrow)
+        # The result's own bytes are part of g_x.
+        multiply(forward, z, rows, V, z.hidden, of_x=0.0)
+        forward.free("of_x")
         if z.copies:
             forward.make(wide=float(z.stream * rows * V))
         forward.make(part=0.0 if in_place else weight)

@@ -13,7 +13,7 @@ from lockstep.core.components.attention_kernels import (
 )
 from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
 from lockstep.core.components.precision import FORMATS
-from lockstep.core.config.auto import settled
+from lockstep.core.config.auto import multiplies_bf16, settled
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.model.families import graph_of
 from lockstep.core.plan.gpus import Gpu
@@ -25,8 +25,8 @@ class Sizes:
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
     kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual
-    stream. autocast: see `sizes_of`. plan: what else is
-    rounded.
+    stream. autocast: see `sizes_of`. by_fp32: narrow products are computed from FP32 copies of their operands, which
+    are freed after each. plan: what else is rounded.
     """
 
     tokens: int
@@ -48,6 +48,7 @@ class Sizes:
     logits: int
     residual: int
     autocast: bool
+    by_fp32: bool
     plan: CastPlan = LOCKSTEP
 
     @property
@@ -106,6 +107,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
         residual=operand if narrow else stream,
         autocast=autocast,
+        by_fp32=not gpu.cuda and not autocast and (policy == "fp16" or (policy == "bf16" and not multiplies_bf16())),
         plan=config.precision.plan,
     )
 
