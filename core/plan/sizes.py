@@ -12,7 +12,7 @@ from lockstep.core.components.attention_kernels import (
     taken_on_cuda,
 )
 from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
-from lockstep.core.components.precision import FORMATS
+from lockstep.core.components.precision import FORMATS, Format
 from lockstep.core.config.auto import multiplies_bf16, settled
 from lockstep.core.config.schema import ModelConfig, RunConfig
 from lockstep.core.model.families import graph_of
@@ -107,9 +107,14 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         logits=operand if autocast or config.precision.plan.rounds("logits") else stream,
         residual=operand if narrow else stream,
         autocast=autocast,
-        by_fp32=not gpu.cuda and not autocast and (policy == "fp16" or (policy == "bf16" and not multiplies_bf16())),
+        by_fp32=not gpu.cuda and not autocast and _is_by_fp32(FORMATS[policy]),
         plan=config.precision.plan,
     )
+
+
+def _is_by_fp32(operand: Format) -> bool:
+    """Return whether this CPU computes products of a format in FP32."""
+    return operand.by_fp32 == "always" or (operand.by_fp32 != "never" and not multiplies_bf16())
 
 
 def _width(model: ModelConfig, kind: str, role: str) -> int:
