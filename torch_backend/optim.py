@@ -301,11 +301,11 @@ def orthogonal(x: Tensor, steps: int) -> Tensor:
     x = (x.to(wide) / norm.clamp(min=LEAST_NORM)).to(x.dtype)
     for _ in range(steps):
         gram = by_fp32(x, x.T) if slow(x) else x @ x.T
-        x = _add_product(x, _add_product(gram, gram, gram, B, C), x, A, 1.0)
+        x = _add_scaled_product(x, _add_scaled_product(gram, gram, gram, B, C), x, A, 1.0)
     return x.T if tall else x
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+def _add_scaled_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
     """Return beta·total + alpha·left·right, rounded once."""
     if slow(total):
         return torch.addmm(total.float(), left.float(), right.float(), beta=beta, alpha=alpha).to(total.dtype)

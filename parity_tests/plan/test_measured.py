@@ -10,6 +10,9 @@ import pytest
 
 from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS, head, memory
+from lockstep.core.plan.phase import Tape
+from lockstep.core.plan.products import multiply
+from lockstep.core.plan.sizes import sizes_of
 from lockstep.scripts.studies.plan_check import BASE
 from lockstep.torch_backend import loss
 from lockstep.torch_backend.tools.plan import measured_peak
@@ -30,12 +33,26 @@ CASES = [
     {"precision.casts": "autocast", "train.sequence_length": "256"},
     {"precision.casts": "norm=bf16, act=after silu and product", "recompute.parts": "attention,mlp"},
     {"precision.casts": "logits=bf16", **LOGITS},
+    # FP16's products are computed from FP32 copies on every CPU.
+    {
+        "precision.policy": "fp16",
+        "precision.casts": "norm=fp16, act=after silu and product",
+        "recompute.parts": "attention,mlp",
+    },
 ]
 
 
 def off(settings):
     config = load_config(None, SMALL | settings)
     return memory.memory(config, GPUS["cpu"]).activation_peak / measured_peak(config)["peak"] - 1
+
+
+@pytest.mark.parametrize(("device", "peak"), [("cpu", 4 * (2 * 3 + 3 * 5 + 2 * 5)), ("h100", 2 * 2 * 5)])
+def test_the_cpu_computes_fp16_products_from_copies(device, peak):
+    tape = Tape()
+    z = sizes_of(load_config(None, SMALL | {"precision.policy": "fp16"}), GPUS[device])
+    multiply(tape, z, 2, 3, 5, product=2.0 * 2 * 5)
+    assert tape.phase.peak == peak and tape.there == {"product": 20.0}
 
 
 def test_the_cpu_widens_as_many_logits_at_a_time():

