@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from lockstep.core.backend import StepRecord
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.run.checkpoints import Saved
 from lockstep.core.sinks import phrases, tables
-from lockstep.core.sinks.lines import bar, tell
+from lockstep.core.sinks.lines import bar, print_if_read, tell
 from lockstep.core.sinks.summary import Summary
 from lockstep.core.sinks.terminal import open_console
 
@@ -161,10 +160,4 @@ class ConsoleSink:
         self._say(lambda: tell(self._console, text, style))
 
     def _say(self, words: Callable[[], None]) -> None:
-        try:
-            words()
-        except OSError:
-            # As Python's manual recommends for a closed pipe, so that buffered output does not fail again at exit.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._console.file.fileno())
-            os.close(nowhere)
+        print_if_read(self._console, words)

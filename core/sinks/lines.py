@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from lockstep.core.sinks.visible import visible
@@ -116,6 +117,17 @@ def tell(console: Console, text: str, style: str | None = None) -> None:
         say(console, text, style)
     else:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_if_read(console: Console, words: Callable[[], None]) -> None:
+    """Call `words`, which prints to the console. If its reader has gone, this and all later output is dropped."""
+    try:
+        words()
+    except OSError:
+        # As Python's manual recommends for a closed pipe, so that buffered output does not fail again at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, console.file.fileno())
+        os.close(nowhere)
 
 
 def bar(share: float, width: int, ascii_only: bool) -> str:

@@ -95,11 +95,12 @@ def test_a_terminal_that_is_gone_takes_no_words_and_no_checkpoint(folder: Folder
     goes_on(folder, straight, "run")
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(folder: Folder) -> None:
-    """`lockstep train … | tee log`, and tee is killed."""
+@pytest.mark.parametrize("after", ["step 1/", ""])
+def test_a_reader_that_is_gone_does_not_end_the_run(folder: Folder, after: str) -> None:
+    """`lockstep train … | tee log`, and tee is killed; or `| head`, which ends before the first step."""
     process = folder.start("run", {})
     assert process.stdout is not None and process.stderr is not None
-    while not process.stdout.readline().startswith("step 1/"):
+    while not process.stdout.readline().startswith(after):
         assert process.poll() is None
     process.stdout.close()
     said = process.stderr.read()

@@ -15,7 +15,7 @@ from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import in_ranges
 from lockstep.core.files.paths import quoted
 from lockstep.core.run.launch import launched, require_ranks
-from lockstep.core.sinks.lines import tell
+from lockstep.core.sinks.lines import print_if_read, tell
 from lockstep.scripts.shared.arguments import parse
 from lockstep.scripts.shared.backends import (
     REFERENCE,
@@ -238,7 +238,7 @@ def _train(
         return _exit_code(run, done, console)
     if config.deterministic:
         about = prove_run(run, session, data.batch(done + 1), done + 1, about, versions(), ranks)
-    print_start(console, run, data, about)
+    print_if_read(console, lambda: print_start(console, run, data, about))
     sinks: list[Any] = [JsonlSink(run)]
     if config.log.wandb != "disabled":
         sinks.append(WandbSink(run, lambda text: tell(console, text, "yellow")))
@@ -369,9 +369,10 @@ def _load(run: RunDir, data: RunData, session: Session, console: Console, going_
         warn(f"{run.path}: trained by {made_by} so far, by {going_on.backend} from here on")
     started = note_launch(run, None, step)
     why = f" after restart {started} of this launch" if started else ""
-    tell(console, f"{run.path}: going on from step {step}{why}")
+    lines = [f"{run.path}: going on from step {step}{why}"]
     if BRANCH in (last := run.info["resumes"][-1]):
-        tell(console, in_words(last))
+        lines.append(in_words(last))
+    print_if_read(console, lambda: tell(console, "\n".join(lines)))
     return step
 
 
