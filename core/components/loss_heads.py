@@ -51,8 +51,8 @@ class LossHead:
     reads_on_host: it reads values on the host, so that it cannot be part of one compiled program.
     not_deterministic: why no run on CUDA with it gives the same bits twice, and what does; empty where one can.
     package: of a library other than torch, what is imported and what is installed.
-    late_gradients: it makes gradients in the backward pass, not with the loss in the forward pass.
     wide_sums: of a library, it sums the weight's gradient in FP32, not in the operand format.
+    wide_logits: of a library, logits are FP32, and products read their gradient in the operand format.
     caps: it caps logits, where a model does.
     one_kernel: one kernel a chunk makes losses and gradient, which takes the place of the logits.
     """
@@ -67,8 +67,8 @@ class LossHead:
     reads_on_host: bool = False
     not_deterministic: str = ""
     package: tuple[str, str] | None = None
-    late_gradients: bool = False
     wide_sums: bool = False
+    wide_logits: bool = False
     one_kernel: bool = False
     caps: bool = False
 
@@ -95,7 +95,7 @@ class LossHead:
 LOSS_HEADS: dict[str, LossHead] = {
     head.name: head
     for head in (
-        LossHead("full", "whole logits, FP32 logits", _all_tokens, late_gradients=True, caps=True),
+        LossHead("full", "whole logits, FP32 logits", _all_tokens, caps=True),
         LossHead(
             "chunked", "chunks of {chunk} tokens, gradients in the forward pass, FP32 logits", _a_chunk, caps=True
         ),
@@ -108,7 +108,12 @@ LOSS_HEADS: dict[str, LossHead] = {
             one_kernel=True,
         ),
         LossHead(
-            "torch", "torch's linear_cross_entropy, chunks of {chunk} tokens", _a_chunk, library=True, z_loss=False
+            "torch",
+            "torch's linear_cross_entropy, chunks of {chunk} tokens",
+            _a_chunk,
+            library=True,
+            z_loss=False,
+            wide_logits=True,
         ),
         LossHead(
             "liger",
@@ -133,7 +138,6 @@ LOSS_HEADS: dict[str, LossHead] = {
             # cut_cross_entropy/cce_backward.py: blocks add up under locks.
             not_deterministic="its blocks add gradients in the order in which they come; take chunked or liger",
             package=("cut_cross_entropy", "cut-cross-entropy"),
-            late_gradients=True,
         ),
     )
 }

@@ -26,7 +26,7 @@ class Gpu:
     FLOP/s by operand. shares: what large products reach of the peak, by operand. attention: the same by kernel, over
     forward and backward pass. price: dollars an hour, an assumption. sources: of the numbers. in_a_step: how many times
     as long products and attention take in a whole step as they would at those shares, by operand and `attention`; what
-    was not measured is not there.
+    was not measured is not there. workspace: bytes that torch allocates for each handle of cuBLAS.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Gpu:
     price: float
     sources: tuple[str, ...]
     in_a_step: Mapping[str, float] = field(default_factory=dict)
+    workspace: float = 0.0
 
     @property
     def cuda(self) -> bool:
@@ -70,6 +71,8 @@ _A100 = {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64"
 # one H100 (docs/results/h200.md, h100.md): the H200's products of bf16 and cuDNN's attention, kernel by kernel; FP8's
 # products and their casts, but for what is read for scales, as what the H100's tensorwise step leaves for them.
 _AT_700_W = {"bf16": 1.17, "fp16": 1.17, "fp8": 1.58, "attention": 1.8}
+# torch/aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper, `:4096:2:16:8` before.
+_WORKSPACE, _OLDER_WORKSPACE = 32.0 * 2**20, 1024.0 * (2 * 4096 + 8 * 16)
 _H100, _PCIE = PEAK_FLOPS["NVIDIA H100 80GB HBM3"], PEAK_FLOPS["NVIDIA H100 PCIe"]
 
 
@@ -97,6 +100,7 @@ _KNOWN = (
         3.0,
         ("NVIDIA H100 datasheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways, 989 TFLOPS bf16 dense", _MAMF),
         _AT_700_W,
+        _WORKSPACE,
     ),
     Gpu(
         "h100-pcie",
@@ -109,6 +113,7 @@ _KNOWN = (
         _attention("hopper"),
         2.5,
         ("NVIDIA H100 PCIe product brief: 80 GB, 2.0 TB/s, PCIe 5 128 GB/s both ways, 756 TFLOPS bf16 dense", _MAMF),
+        workspace=_WORKSPACE,
     ),
     Gpu(
         "h200",
@@ -122,6 +127,7 @@ _KNOWN = (
         4.0,
         ("NVIDIA H200 datasheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s both ways, products as the H100 SXM", _MAMF),
         _AT_700_W,
+        _WORKSPACE,
     ),
     Gpu(
         "a100-80",
@@ -134,6 +140,7 @@ _KNOWN = (
         _attention("ampere"),
         1.8,
         ("NVIDIA A100 datasheet: 80 GB, 2,039 GB/s, NVLink 600 GB/s both ways, 312 TFLOPS bf16 dense", _MAMF),
+        workspace=_OLDER_WORKSPACE,
     ),
     Gpu(
         "cpu",

@@ -309,24 +309,68 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
 
 
 def _of_library(z: Sizes, chosen: LossHead, rows: int) -> HeadMemory:
-    """Return a library's head: operand-dtype gradients, or the weight's summed in FP32; logits of `rows` rows."""
+    """Return a library's head. Its backward pass computes each chunk's logits again, and makes the gradients.
+
+    Their gradients have the operand dtype; the backend scales them in the stream dtype (`_Scaled`).
+    """
     n, V = z.tokens, z.vocab
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
-    weight = float(z.stream * V * z.hidden)
-    narrow = float((4 if chosen.wide_sums else z.operand) * V * z.hidden)
-    logits = float(z.operand * rows * V)
+    weight, narrow = float(z.stream * V * z.hidden), float(z.operand * V * z.hidden)
     forward = Tape()
-    forward.make(x=operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
-    forward.make(logits=logits, softmax=4.0 * rows * V)
-    made_in_forward = not chosen.late_gradients
-    forward.make(g_x=operand if made_in_forward else 0.0, g_weight=narrow if made_in_forward else 0.0)
-    forward.free("logits", "softmax")
+    forward.make(**({"x": operand, "w": narrow} if z.casts else {}))
+    chunk = _logits_of_torch(z, rows) if chosen.wide_logits else {"logits": float(z.operand * rows * V)}
+    forward.make(**{name: size for name, size in chunk.items() if name in ("logits", "wide_w", "wide_x")})
+    forward.free_if("logits", "wide_w", "wide_x")
     forward.make(losses=8.0 * n)
     back = Tape(forward.there)
-    if not made_in_forward:
-        back.make(d=operand, g=narrow)
-    back.make(d_x=D)
+    if chosen.wide_logits and z.fused and z.whole:
+        _torch_fused(back, z, chunk, 3 if z.casts and n > rows else 2)
+    else:
+        back.make(d=operand, sums=float((4 if chosen.wide_sums else z.operand) * V * z.hidden))
+        back.make(**chunk)
+        back.free(*chunk)
+        back.make(g=narrow if chosen.wide_sums else 0.0)
+        if chosen.wide_sums:
+            back.free("sums")
+    back.free_if("x", "w", "losses")
+    fused = z.fused and z.whole
+    if z.casts and not fused:
+        back.make(wide=weight)
+        back.free_if("g", "sums")
     back.make(gradient=weight)
-    back.free_if("d", "g")
-    back.free("x", "w", "g_x", "g_weight", "losses")
-    return HeadMemory(forward.there, forward.phase, back.phase, logits)
+    back.free_if("g", "sums", "wide")
+    if z.casts and not fused:
+        back.make(wide=D)
+        back.free("d")
+    back.make(d_x=D)
+    back.free_if("wide", "d")
+    return HeadMemory(forward.there, forward.phase, back.phase, chunk["logits"])
+
+
+def _logits_of_torch(z: Sizes, rows: int) -> dict[str, float]:
+    """Return what torch holds for a chunk's gradients (torch/nn/modules/linear_cross_entropy.py, `_ChunkContext`).
+
+    Its defaults by device (linear_cross_entropy_options.py, `_AUTO_DEFAULTS`): on CUDA logits in FP32, and their
+    gradient narrowed, which the loop holds until it has narrowed the next chunk's; on the CPU everything in FP32. Under
+    FP16 CUDA's logits are FP16: the plan is too high there.
+    """
+    logits, x = float(rows * z.vocab), float(rows * z.hidden)
+    if not z.casts:
+        return {"logits": z.stream * logits, "target_rows": z.stream * x}
+    if z.on_cpu:
+        # `sub_` of the sums in FP32 from the narrow ones widens those, and its result is wide at first.
+        weight = 4.0 * z.vocab * z.hidden
+        sums = {"wide_w": weight, "chunk_sums": weight, "widened": weight, "difference": weight}
+        return {"logits": 4 * logits, "wide_x": 4 * x, "wide_d": 4.0 * z.tokens * z.hidden, **sums}
+    narrow = z.operand * logits
+    held = {"logits": 4 * logits, "wide_x": 4 * x, "target_rows": z.operand * x}
+    return held | {"narrow": narrow, "narrow_before": narrow if z.tokens > rows else 0.0}
+
+
+def _torch_fused(tape: Tape, z: Sizes, chunk: Mapping[str, float], copies: int) -> None:
+    """Allocate for torch's head in a compiled program: what its loop overwrites, Inductor copies."""
+    weight = float(z.operand * z.vocab * z.hidden)
+    copied = {f"logits {number}": chunk["logits"] for number in range(copies)}
+    others = {name: size for name, size in chunk.items() if name in ("narrow", "wide_w", "wide_d", "chunk_sums")}
+    tape.make(d=float(z.operand * z.tokens * z.hidden), sums=weight, product=weight, **others, **copied)
+    tape.free("product", *others, *copied)

@@ -22,8 +22,8 @@ from lockstep.core.plan.parts import Link, parts_of
 from lockstep.core.plan.phase import Phase, held
 from lockstep.core.plan.sizes import Sizes, sizes_of
 
-# CUDA's context with the kernels of cuBLAS, cuDNN and torch, and cuBLAS's workspaces: an assumption (0.5 to 0.7 GB are
-# usual on Hopper). NCCL's buffers, for several ranks: another.
+# CUDA's context with the kernels of cuBLAS, cuDNN and torch: an assumption (0.5 to 0.7 GB are usual on Hopper). NCCL's
+# buffers, for several ranks: another.
 CONTEXT, NCCL = 0.6e9, 0.4e9
 # The caching allocator's excess over the peak of what is allocated, as blocks do not fit together: an assumption.
 RESERVE = 0.04
@@ -94,14 +94,17 @@ def block(config: RunConfig, z: Sizes, chosen: AbstractSet[str]) -> Block:
     # The tensors that each half gives are in its own phase. On the CPU, Inductor keeps tensors of FP32 of rotations and
     # norms for the next block, more where a block is computed again; these stand for them.
     given = (2 if "block" in chosen else 1) * D if z.fused and z.on_cpu else 0.0
+    # A program of one block keeps the terms of its inner sums in place of the sums, and the last term is narrow.
+    inner = float(z.operand * z.tokens * z.hidden) if z.fused and not z.whole and z.casts else D
     forward, anew, backward, waiting, names = Phase(), Phase(), Phase(), Phase(), 0.0
     saved: dict[str, float] = {}
     for number, link in enumerate(links):
         if link.plan is None:
-            saved[INPUTS] = saved.get(INPUTS, 0.0) + D
             # The last sum is the caller's.
+            size = D if number == sums[-1] else inner
+            saved[INPUTS] = saved.get(INPUTS, 0.0) + size
             if number != sums[-1]:
-                forward, anew, backward = forward + held(D), anew + held(D), held(-D) + backward
+                forward, anew, backward = forward + held(size), anew + held(size), held(-size) + backward
             continue
         name = held(0.0 if z.fused or number > last_half else D)
         names += name.net
@@ -211,9 +214,13 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
     spared, final = _spared(config, z), _final_spared(config, z)
     forward += kept.forward.times(rest) + _forward(after) + held(normed - spared - final)
     table = float(z.stream * table_numbers)
-    backward = held(-normed) if z.casts or not config.loss.chosen.whole else Phase()
+    # A library's head that casts has its own copy of it, so that it goes with the forward pass.
+    copied = held(-normed) if config.loss.of_library and z.casts else Phase()
+    backward = held(-normed - copied.net) if z.casts or not config.loss.chosen.whole else Phase()
     backward += _backward(after) + held(final - D)
-    of_kept, of_again = (one.backward.beside(D) + held(-leaves * one.gradients) for one in (kept, again))
+    # In a compiled program the gradient that a block is given stays beside the one that it makes.
+    given = D if z.fused else 0.0
+    of_kept, of_again = (one.backward.beside(given) + held(-leaves * one.gradients) for one in (kept, again))
     backward += of_kept.times(rest) + (of_again + of_kept.times(recompute.every - 1)).times(groups)
     backward += _backward(before)
     # The look-up's gradient, a table of its own; a tied head's is added to it.
@@ -235,7 +242,7 @@ def passes(config: RunConfig, z: Sizes, later: bool = False, shards: int = 1) ->
             saved[name] += float(z.of_tables * z.length * config.model.head_dim)
     saved[INPUTS] -= spared + final
     saved["head and loss"] = _sum(top.saved)
-    return Passes(forward, top.forward + top.backward, backward, saved, top.logits)
+    return Passes(forward, top.forward + copied + top.backward, backward, saved, top.logits)
 
 
 def _forward(links: Sequence[Link]) -> Phase:
@@ -322,6 +329,9 @@ def memory(config: RunConfig, gpu: Gpu, *, sharded: bool | None = None, autocast
     moments = all_state - 2 * weights
     tables = 2 * 8.0 * config.train.sequence_length * config.model.head_dim / 2
     state = {"weights": weights / shards, "moments": moments / shards, "buffers": tables}
+    if gpu.cuda:
+        # One for the thread of the forward pass and one for autograd's (torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
+        state["cuBLAS workspaces"] = 2.0 * gpu.workspace
     in_buckets = weights if ranks > 1 and not sharded else 0.0
     if in_buckets:
         # Gradients are added up in DDP's buckets (`gradient_as_bucket_view`), which stay.

@@ -31,17 +31,12 @@ ATTENTION = {"bf16": "flash", "fp16": "flash", "fp32": "efficient", "tf32": "eff
 NEEDS_TORCH = "needs torch 2.13"
 CASTS = ("autocast", "residual=bf16", "logits=bf16", "residual=bf16, norm=bf16, linear=bf16, logits=bf16")
 
-_OF_RANKS = "events probably time DDP's log"
 # Known reasons of a failed requirement, by the case's name, for `eager`, `compiled` or both.
 KNOWN = {
-    "compiled: head torch": "not taken apart",
-    "head torch": "torch's head keeps the narrow gradient of the chunk before (core/plan/head.py, _of_library)",
     "head liger": "Liger-Kernel reads counts of targets on the host (ops/fused_linear_cross_entropy.py, item)",
     "head cce": "cut-cross-entropy reads from the device the number of targets once a micro-batch",
     "optimizer adamw8bit, bitsandbytes": "bitsandbytes waits after each parameter (optim/optimizer.py, sync_gpu)",
-    "recompute norms, attention": "not taken apart: Inductor's order of the blocks' buffers is not followed",
-    "rollout/laptop on a GPU": "67 MB, probably cuBLAS's workspaces, which core/plan counts outside the peak",
-    **{f"rollout/h100x{ranks}, 2048 tokens": _OF_RANKS for ranks in (2, 8)},
+    "recompute norms, attention": "the program keeps each block's output of the attention kernel",
 }
 
 
