@@ -146,6 +146,7 @@ def _runs() -> Iterator[Case]:
     for policy in ("bf16", "fp8_tensorwise", "fp8_delayed"):
         own = {"precision.policy": policy, "loss.head": "one_kernel"}
         yield Case(f"1.24B, [64, 2048], {policy}, head one_kernel", RUNS, step | own, memory=None)
+    yield Case("1.24B, [64, 2048], bf16, block by block", RUNS, step | {"compile.scope": "blocks"})
     residual = {"precision.casts": "residual=bf16"}
     yield Case("1.24B, [64, 2048], residual=bf16", RUNS, step | residual, memory=None)
     laptop = "configs/rollout/laptop.toml"
