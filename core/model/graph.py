@@ -62,7 +62,7 @@ class Kind:
     rounds_operands: its products round their operands to the policy's operand format. in_fp8: its product may be
     computed in FP8. kept: products whose results are not rounded to that format, by role of an input (its gradient) or
     OUTPUT. stands_for: the tap that gives its edges their names, instead of its own. saves: the tensors that its
-    derivative needs, by role of an input or OUTPUT; None is all inputs.
+    derivative needs, by role of an input, OUTPUT or INNER; None is all inputs.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Kind:
     saves: tuple[str, ...] | None = None
 
 
-# The role of an operation's output, in `Kind.saves` and `Kind.kept`.
-OUTPUT = "output"
+# The role of an operation's output, in `Kind.saves` and `Kind.kept`, and of an intermediate of its shape.
+OUTPUT, INNER = "output", "inner"
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -94,7 +94,7 @@ KINDS: dict[str, Kind] = {
         Kind("attention", rounds_operands=True),
         # silu(gate) ⊙ up, gelu(gate) ⊙ up, gelu(up).
         Kind("gated"),
-        Kind("gated_gelu"),
+        Kind("gated_gelu", saves=("gate", "up", INNER)),
         Kind("gelu"),
         Kind("sum", saves=()),
         Kind("logits", rounds_operands=True, kept=(OUTPUT, "weight"), stands_for="logits"),

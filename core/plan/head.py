@@ -63,12 +63,19 @@ def _full(z: Sizes) -> HeadMemory:
     _copied(forward, z, n)
     forward.make(logits=logits)
     forward.free_if("copies")
+    if z.capped_logits:
+        # Logits / cap, and its tanh, which stays; the capped logits take the place of the logits.
+        forward.make(divided=logits, tanh=logits)
+        forward.free("divided")
     _losses(forward, z, n)
     # Beside them the targets, and what the loss is divided by.
     forward.make(logsumexp=24.0 * n + 8)
     back = Tape(forward.there)
     _gradient(back, z, n)
     back.free("logits")
+    if z.capped_logits:
+        back.make(d_tanh=logits)
+        back.free("tanh", "d_tanh")
     if z.casts:
         back.make(narrow=_narrowed(z, n))
     multiply(back, z, n, V, z.hidden, narrow_x=operand if z.casts else 0.0)
@@ -190,9 +197,9 @@ def _losses(tape: Tape, z: Sizes, rows: int) -> None:
 
 
 def _losses_and_gradient(tape: Tape, z: Sizes, rows: int) -> None:
-    """Allocate for eager `losses_and_gradient`, which leaves `grad`; on the CPU it replaces `logits`."""
+    """Allocate for eager `losses_and_gradient`, which leaves `grad`; on the CPU it replaces logits without a cap."""
     if z.on_cpu:
-        tape.make(grad=0.0)
+        tape.make(grad=float(z.logits * rows * z.vocab) if z.capped_logits else 0.0)
         tape.make(wide=8.0 * _at_a_time(z, rows) * z.vocab)
         tape.free("wide")
         return
@@ -243,14 +250,21 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
             # Python keeps the previous chunk's tensors until their names are assigned again. On the CPU the gradient is
             # the logits' own tensor.
             forward.make(grad_before=logits, narrow_before=narrow)
+            forward.make(of_capped_before=logits if z.capped_logits else 0.0)
         _copied(forward, z, rows)
         forward.make(logits=logits)
         forward.free_if("copies")
+        if z.capped_logits:
+            forward.make(capped=logits)
         if in_place:
             forward.make(grad=0.0)
         else:
             _losses_and_gradient(forward, z, rows)
-        forward.free_if("grad_before", "narrow_before")
+        if z.capped_logits:
+            # The gradient of the logits, and 1 − tanh².
+            forward.make(of_logits=logits, derivative=logits)
+            forward.free("derivative")
+        forward.free_if("grad_before", "narrow_before", "of_capped_before")
         forward.make(narrow=narrow)
         # The result's own bytes are part of g_x.
         multiply(forward, z, rows, V, z.hidden, of_x=0.0)
@@ -260,6 +274,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
         forward.make(part=0.0 if in_place else weight)
         forward.free_if("wide")
         forward.free("narrow", "part", "grad", "logits")
+        forward.free_if("capped", "of_logits")
         forward.make(together=D)
         forward.free("g_x")
     forward.free_if("x", "w")

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
-from lockstep.core.model.graph import KINDS, OUTPUT, Graph, Operation
+from lockstep.core.model.graph import INNER, KINDS, OUTPUT, Graph, Operation
 from lockstep.core.plan.formulas import Part, attention, copies, kernel_saved, mlp, norm
 from lockstep.core.plan.phase import Tape
 from lockstep.core.plan.sizes import Sizes
@@ -107,12 +107,26 @@ def _together(plans: Iterable[Part]) -> Part:
     return first
 
 
+def _kept(z: Sizes, graph: Graph, one: Operation, role: str) -> int:
+    """Return bytes of a number that an operation keeps, by role; 0 of the residual stream, which the block keeps."""
+    if role in (OUTPUT, INNER):
+        return z.stream if role == OUTPUT or not z.fused else 0
+    writer = graph.by_tap[one.reads[role]]
+    if KINDS[one.kind].rounds_operands:
+        narrow = 0 if z.fused and z.fp8 else z.operand
+        return narrow if z.casts else z.stream
+    if writer.kind == "sum" or writer.part == "embedding":
+        return 0
+    # A compiled program makes again what is pointwise, from the outputs of products.
+    return z.stream if not z.fused else z.operand if KINDS[writer.kind].rounds_operands else 0
+
+
 def by_kind(z: Sizes, graph: Graph, one: Operation, masked: bool, there: set[str]) -> Part:
     """Return one operation by its kind: it keeps what its derivative needs (`Kind.saves`), and makes what it writes.
 
     A kind with products keeps operands in the operand dtype, and a copy of its weight where that is another one; others
-    keep tensors of the stream, which a fused program makes again. there: taps of the stream that are kept already; what
-    is kept here is added.
+    keep tensors of the stream, which a fused program makes again. there: taps that are kept already; what is kept here
+    is added.
     """
     kind, n = KINDS[one.kind], z.tokens
     products = kind.rounds_operands
@@ -120,13 +134,13 @@ def by_kind(z: Sizes, graph: Graph, one: Operation, masked: bool, there: set[str
     out = math.prod(one.width)
     kept: dict[str, float] = {}
     for role in tuple(one.reads) if kind.saves is None else kind.saves:
-        tap = one.tap if role == OUTPUT else one.reads[role]
-        numbers = n * (out if role == OUTPUT else width[role])
-        if products and z.casts:
-            kept[f"{one.tap}.{role}"] = 0.0 if z.fused and z.fp8 else float(z.operand * numbers)
-        elif tap not in there and (products or not z.fused or role == OUTPUT):
-            there.add(tap)
-            kept[f"{one.tap}.{role}"] = float(z.stream * numbers)
+        tap = one.reads.get(role, f"{one.tap}.{role}")
+        size, numbers = _kept(z, graph, one, role), n * width.get(role, out)
+        # An eager cast makes a copy for each layer that reads a tensor.
+        copied = products and z.casts and not z.fused
+        if size and (copied or tap not in there):
+            kept[f"{one.tap}.{role}"] = float(size * numbers)
+            there |= set() if copied else {tap}
     if one.kind == "attention":
         kept = {f"{one.tap}.{name}": size for name, size in kernel_saved(z, masked).items()}
     weights = sum(parameter.size for parameter in one.parameters.values())

@@ -24,9 +24,9 @@ class Sizes:
     """Tokens of a micro-batch and widths of the model; stream, operand: bytes of a number (torch_backend/precision.py).
 
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
-    kernel: attention's. capped: it caps its scores. logits, residual: bytes of a logit, and of a number of the residual
-    stream. autocast: see `sizes_of`. by_fp32: narrow products are computed from FP32 copies of their operands, which
-    are freed after each. plan: what else is rounded.
+    kernel: attention's. capped: it caps its scores. capped_logits: the model caps its logits. logits, residual:
+    bytes of a logit, and of a number of the residual stream. autocast: see `sizes_of`. by_fp32: narrow products are
+    computed from FP32 copies of their operands, which are freed after each. plan: what else is rounded.
     """
 
     tokens: int
@@ -49,6 +49,7 @@ class Sizes:
     residual: int
     autocast: bool
     by_fp32: bool
+    capped_logits: bool = False
     plan: CastPlan = LOCKSTEP
 
     @property
@@ -108,6 +109,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         residual=operand if narrow else stream,
         autocast=autocast,
         by_fp32=not gpu.cuda and not autocast and _is_by_fp32(FORMATS[policy]),
+        capped_logits=model.logits_cap > 0,
         plan=config.precision.plan,
     )
 

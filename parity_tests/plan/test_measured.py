@@ -35,6 +35,9 @@ CASES = [
     {"precision.casts": "logits=bf16", **LOGITS},
     {"loss.head": "torch"},
     {"loss.head": "torch", "precision.policy": "fp32"},
+    {"model.family": "gemma2", "model.logits_cap": "30"},
+    {"model.family": "gemma2", "model.logits_cap": "30", "loss.head": "full"},
+    {"model.family": "gpt2", "model.positions": "512", "model.kv_heads": "4", "model.vocab_size": "4000"},
     # FP16's products are computed from FP32 copies on every CPU.
     {
         "precision.policy": "fp16",

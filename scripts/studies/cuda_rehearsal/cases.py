@@ -126,6 +126,20 @@ def _levers() -> Iterator[Case]:
     for plan in CASTS:
         yield _lever(f"casts {plan}", precision__casts=plan)
     yield _lever("deterministic", deterministic="true")
+    yield from _families()
+
+
+def _families() -> Iterator[Case]:
+    """Yield two blocks of each family but Llama, at their own widths, on one device."""
+    for name in ("gpt2-124m", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "gemma-2-2b"):
+        own = TWO_BLOCKS | {"train.ranks": "1", "parallel.strategy": "ddp", "recompute.parts": ""}
+        own |= {"attention.kernel": "flash"}
+        if name in ("mistral-7b", "gemma-2-2b"):
+            # With their windows; Gemma 2's scores are capped as well.
+            kernel = "flex" if name == "mistral-7b" else "math"
+            own |= {"attention.kernel": kernel, "train.batch_size": "4", "train.micro_batch_size": "2"}
+            own |= {"train.sequence_length": "2048"}
+        yield Case(f"family {name}", LEVERS, own, f"configs/families/{name}.toml")
 
 
 def _modes() -> Iterator[Case]:
