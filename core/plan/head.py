@@ -331,34 +331,34 @@ def _of_library(z: Sizes, chosen: LossHead, rows: int) -> HeadMemory:
     n, V = z.tokens, z.vocab
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
     weight, narrow = float(z.stream * V * z.hidden), float(z.operand * V * z.hidden)
+    chunk = _logits_of_torch(z, rows) if chosen.wide_logits else {"logits": float(z.operand * rows * V)}
+    # Only torch's head can be part of one program.
+    one_program = z.fused and z.whole
     forward = Tape()
     forward.make(**({"x": operand, "w": narrow} if z.casts else {}))
-    chunk = _logits_of_torch(z, rows) if chosen.wide_logits else {"logits": float(z.operand * rows * V)}
-    forward.make(**{name: size for name, size in chunk.items() if name in ("logits", "wide_w", "wide_x")})
-    forward.free_if("logits", "wide_w", "wide_x")
+    of_losses = {name: size for name, size in chunk.items() if name in ("logits", "wide_w", "wide_x")}
+    forward.make(**of_losses)
+    forward.free(*of_losses)
     forward.make(losses=8.0 * n)
     back = Tape(forward.there)
-    if chosen.wide_logits and z.fused and z.whole:
+    if one_program:
         _torch_fused(back, z, chunk, 3 if z.casts and n > rows else 2)
     else:
         back.make(d=operand, sums=float((4 if chosen.wide_sums else z.operand) * V * z.hidden))
         back.make(**chunk)
         back.free(*chunk)
-        back.make(g=narrow if chosen.wide_sums else 0.0)
         if chosen.wide_sums:
+            back.make(g=narrow)
             back.free("sums")
     back.free_if("x", "w", "losses")
-    fused = z.fused and z.whole
-    if z.casts and not fused:
-        back.make(wide=weight)
-        back.free_if("g", "sums")
-    back.make(gradient=weight)
-    back.free_if("g", "sums", "wide")
-    if z.casts and not fused:
-        back.make(wide=D)
-        back.free("d")
-    back.make(d_x=D)
-    back.free_if("wide", "d")
+    # The backend's scaling: of the weight's gradient first, each widened where the program is eager.
+    widens = z.casts and not one_program
+    for gradients, made in ((("g", "sums"), {"gradient": weight}), (("d",), {"d_x": D})):
+        if widens:
+            back.make(wide=sum(made.values()))
+            back.free_if(*gradients)
+        back.make(**made)
+        back.free_if(*gradients, "wide")
     return HeadMemory(forward.there, forward.phase, back.phase, chunk["logits"])
 
 
