@@ -69,6 +69,12 @@ def test_eager_to_the_byte_by_part(settings):
     assert {name: size for name, size in estimated(settings).items() if size} == pytest.approx(found, abs=0.5)
 
 
+def test_an_mlp_without_a_formula_to_the_byte():
+    """Gemma 2's keeps GELU's output beside the two inputs."""
+    settings = {"model.family": "gemma2"}
+    assert estimated(settings)["mlp"] == pytest.approx(count_saved(config(settings))["mlp"], abs=0.5)
+
+
 @pytest.mark.parametrize("settings", AGAIN, ids=str)
 def test_what_is_computed_again_keeps_its_inputs(settings):
     """Whole: a checkpoint's inputs have no known holder. Beside tokens and RoPE's tables, which are never freed."""
