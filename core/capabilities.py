@@ -438,6 +438,15 @@ class Timed(Protocol):
 
 
 @runtime_checkable
+class TimesCompilation(Protocol):
+    """A session that measures the time of compiling programs."""
+
+    def seconds_compiling(self) -> float:
+        """Return the seconds that compilation has taken so far. `seconds_of_step` does not contain them."""
+        ...
+
+
+@runtime_checkable
 class UsesMemory(Protocol):
     """A session that measures its memory."""
 

@@ -22,6 +22,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 )
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.switches import INDUCTOR, Switches
+from lockstep.torch_backend.tools.compile_time import COMPILE_TIME
 from lockstep.torch_backend.tools.nvtx import Trace
 from lockstep.torch_backend.tools.sketch import (
     Kept,
@@ -104,6 +105,7 @@ class Programs:
     def compiled(self, program: Any) -> Any:
         """Compile `program` with torch.compile and the run's settings."""
         config = self.config.compile
+        COMPILE_TIME.count()
         # A process may open many sessions (a replay, a bisection), and each compiles the same functions.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SESSIONS)
         # A tap in a recomputed part records only in the forward pass.

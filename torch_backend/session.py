@@ -70,6 +70,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.step_parts import StepParts
 from lockstep.torch_backend.switches import Switches
+from lockstep.torch_backend.tools.compile_time import COMPILE_TIME
 from lockstep.torch_backend.tools.deterministic import costs, guarded, switch
 from lockstep.torch_backend.tools.memory import memory
 from lockstep.torch_backend.tools.nvtx import part, trace_of
@@ -362,6 +363,10 @@ class TorchSession(Observes):
     def seconds_of_step(self) -> Mapping[str, float]:
         """Return seconds of the last step by part, as `StepTimer.take` lists them."""
         return self.step_timer.take()
+
+    def seconds_compiling(self) -> float:
+        """Return the seconds that torch.compile has taken in this process."""
+        return COMPILE_TIME.seconds
 
     def memory(self) -> Mapping[str, float]:
         """Return bytes in use on the device, and the maximum since the last call; on the CPU, those of this process."""

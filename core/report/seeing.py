@@ -33,6 +33,7 @@ NAMED = 10
 COLOURS = {
     "data": "c2",
     "compute": "c1",
+    "compilation": "c9",
     "communication": "c8",
     "optimizer": "c3",
     "checks": "c4",

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, NotSupported, Session, StepRecord
-from lockstep.core.capabilities import ShowsAttention, Timed, UsesMemory, ask
+from lockstep.core.capabilities import ShowsAttention, Timed, TimesCompilation, UsesMemory, ask
 from lockstep.core.checkpoint.format import checkpoint_step
 from lockstep.core.config.schema import RunConfig, TrainConfig
 from lockstep.core.data.loader import LoaderError, Prefetcher
@@ -104,7 +104,7 @@ def step_records(
     Raises NotFinite for a step whose loss or gradients are not finite, even if the session does not raise it, and after
     too many skipped steps in a row. Raises WrongRecord for a step whose record differs from the prescribed values.
     """
-    config, spent = data.config, spent or TimeAccounting()
+    config, spent = data.config, spent or accounting(session)
     last = config.train.steps
     with Prefetcher(data.batch, first, last + 1, config.data.prefetch) as batches:
         for step in range(first, last + 1):
@@ -149,6 +149,14 @@ def step_records(
                 host=spent.lap() | host,
                 sample=text,
             )
+
+
+def accounting(session: Session) -> TimeAccounting:
+    """Return a stopwatch that counts the session's compilation separately, if the session measures it."""
+    try:
+        return TimeAccounting(compiling=ask(session, TimesCompilation).seconds_compiling)
+    except NotSupported:
+        return TimeAccounting()
 
 
 def looks_due(config: RunConfig, step: int) -> bool:
@@ -259,7 +267,7 @@ def train(
     done = first - 1
     checks = Checks(sinks, alarm, ranks)
     stops = config.parity.on_alarm != "log"
-    spent, spikes = TimeAccounting(), Spikes(run, data, first) if run else None
+    spent, spikes = accounting(session), Spikes(run, data, first) if run else None
     with checkpoints_of(session, data, run, ranks) as checkpoints:
         try:
             for record in step_records(session, data, first, device, watch, spent, spikes, ranks):

@@ -1,7 +1,9 @@
 """Account for the time of a run: all time between two records is assigned to exactly one part.
 
 The parts of a record add up to the time since the record before it. Time after a record (checkpoints, messages) belongs
-to the next record. The accounting does not synchronise the device: its times come from the session (`Timed`).
+to the next record. The accounting does not synchronise the device: its times come from the session (`Timed`). The time
+of compilation (`TimesCompilation`) is a part of its own, wherever a program is compiled: in a step, or in the first
+check, which may run the step's program before the step does.
 """
 
 from __future__ import annotations
@@ -12,19 +14,36 @@ from contextlib import contextmanager
 
 from lockstep.core.train.metrics import SECONDS
 
-# The parts, in the order of tables. data: wait for the loader. compute: forward and backward pass. communication: wait
-# for the sum over ranks. optimizer: norm, clipping, update. checks: evidence and alarms. validation: validation loss,
-# FP32 loss, attention logits, samples. logging: norms by group, sinks. checkpoint: the part of writing one that blocks
-# training. other: the remaining time.
-PARTS = ("data", "compute", "communication", "optimizer", "checks", "validation", "logging", "checkpoint", "other")
+# The parts, in the order of tables. data: wait for the loader. compute: forward and backward pass. compilation: making
+# programs, in any part. communication: wait for the sum over ranks. optimizer: norm, clipping, update. checks: evidence
+# and alarms. validation: validation loss, FP32 loss, attention logits, samples. logging: norms by group, sinks.
+# checkpoint: the part of writing one that blocks training. other: the remaining time.
+PARTS = (
+    "data",
+    "compute",
+    "compilation",
+    "communication",
+    "optimizer",
+    "checks",
+    "validation",
+    "logging",
+    "checkpoint",
+    "other",
+)
 
 
 class TimeAccounting:
-    """A stopwatch for one thread. Parts may be nested; the time of an inner part does not count for the outer one."""
+    """A stopwatch for one thread. Parts may be nested; the time of an inner part does not count for the outer one.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._at = clock()
+    compiling: returns the seconds that compilation has taken so far. They count as `compilation`, not for the open
+    part.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, compiling: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._clock, self._compiling = clock, compiling
+        self._at, self._compiled = clock(), compiling()
         self._open = ["other"]
         self._spent = dict.fromkeys(PARTS, 0.0)
 
@@ -64,6 +83,9 @@ class TimeAccounting:
         self._spent[part] += moved
 
     def _charge(self) -> None:
-        now = self._clock()
-        self._spent[self._open[-1]] += max(0.0, now - self._at)
-        self._at = now
+        now, compiled = self._clock(), self._compiling()
+        seconds = max(0.0, now - self._at)
+        of_compilation = min(seconds, max(0.0, compiled - self._compiled))
+        self._spent["compilation"] += of_compilation
+        self._spent[self._open[-1]] += seconds - of_compilation
+        self._at, self._compiled = now, compiled

@@ -44,6 +44,22 @@ def test_every_moment_is_charged_once(clock: Clock) -> None:
     assert spent.lap() == {}
 
 
+def test_compilation_is_a_part_of_its_own_wherever_it_happens(clock: Clock) -> None:
+    compiled = [5.0]
+    spent = TimeAccounting(clock, lambda: compiled[0])
+    with spent.part("compute"):
+        clock.now += 10
+        compiled[0] += 7
+    with spent.part("validation"):
+        clock.now += 3
+        compiled[0] += 1
+    clock.now += 2
+    # No more than the time that has passed.
+    compiled[0] += 50
+    assert spent.lap() == {"seconds/compute": 3, "seconds/compilation": 10, "seconds/validation": 2}
+    assert spent.lap() == {}
+
+
 def test_an_error_closes_its_part(clock: Clock) -> None:
     spent = TimeAccounting(clock)
     with pytest.raises(KeyError), spent.part("data"):

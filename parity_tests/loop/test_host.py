@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lockstep.core.capabilities import Timed, UsesMemory
+from lockstep.core.capabilities import Timed, TimesCompilation, UsesMemory
 from lockstep.core.train.process_memory import process_memory
 from lockstep.core.train.time_accounting import PARTS
 from lockstep.jax_backend.session import JaxSession
@@ -54,6 +54,28 @@ def test_a_session_tells_of_each_step_once() -> None:
         told = dict(session.seconds_of_step())
         assert told["compute"] > 0 and told["optimizer"] > 0 and sum(told.values()) <= whole
         assert session.seconds_of_step() == {}
+
+
+def test_compilation_is_no_part_of_a_step() -> None:
+    config = tiny_config("fp32", compiled=True, train={"sequence_length": 32})
+    session = TorchSession(config)
+    assert isinstance(session, TimesCompilation)
+    compiled, batch = [session.seconds_compiling()], text_batch(config)
+    for _ in range(2):
+        started = time.perf_counter()
+        session.step(batch)
+        whole = time.perf_counter() - started
+        compiled.append(session.seconds_compiling())
+        assert sum(session.seconds_of_step().values()) <= whole - (compiled[-1] - compiled[-2])
+    first, second = compiled[1] - compiled[0], compiled[2] - compiled[1]
+    assert first > 0 and second == 0
+
+
+def test_the_compilation_of_a_run_is_in_its_first_record(folder: Folder) -> None:
+    settings = {"compile.enabled": True, "compile.backend": "aot_eager"}
+    assert folder.train("run", settings) == 0
+    first, *others = (seconds(record) for record in folder.records("run"))
+    assert first["compilation"] > 0 and not any("compilation" in parts for parts in others)
 
 
 def test_norms_and_checks_are_not_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:

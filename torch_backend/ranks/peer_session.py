@@ -311,6 +311,10 @@ class PeerSession:
         """Return this rank's seconds of the last step, by part."""
         return self.own.seconds_of_step()
 
+    def seconds_compiling(self) -> float:
+        """Return the seconds that torch.compile has taken on this rank."""
+        return self.own.seconds_compiling()
+
     def memory(self) -> Mapping[str, float]:
         """Return this rank's memory in bytes."""
         return self.own.memory()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.torch_backend.tools.compile_time import COMPILE_TIME
+
 BEGIN, REDUCING, ACCUMULATED = "begin", "reducing", "accumulated"
 
 
@@ -22,6 +24,7 @@ class StepTimer:
         self._device = device
         self._started = 0.0
         self._marks: dict[str, float] = {}
+        self._compiled: dict[str, float] = {}
         self._events: dict[str, torch.cuda.Event] = {}
         self._excluded: dict[str, float] = {}
         self._found: dict[str, float] = {}
@@ -34,7 +37,7 @@ class StepTimer:
 
     def mark(self, name: str) -> None:
         """Set the mark `name` to now; an earlier mark of that name is replaced."""
-        self._marks[name] = time.perf_counter()
+        self._marks[name], self._compiled[name] = time.perf_counter(), COMPILE_TIME.seconds
         if self._device.type == "cuda":
             if name not in self._events:
                 self._events[name] = torch.cuda.Event(enable_timing=True)
@@ -54,8 +57,9 @@ class StepTimer:
         total = time.perf_counter() - self._started - sum(self._excluded.values())
         both = self._between(BEGIN, ACCUMULATED)
         communication = self._between(REDUCING, ACCUMULATED) if REDUCING in self._marks else 0.0
-        compute = max(0.0, both - communication)
-        rest = max(0.0, total - both)
+        compiled = self._compiled[ACCUMULATED] - self._compiled[BEGIN]
+        compute = max(0.0, both - communication - compiled)
+        rest = max(0.0, total - both - (COMPILE_TIME.seconds - self._compiled[ACCUMULATED]))
         self._found = {"compute": compute, "communication": communication, "optimizer": rest, **self._excluded}
 
     def take(self) -> dict[str, float]:
@@ -66,7 +70,7 @@ class StepTimer:
         - optimizer: norm, clipping and update, and any wait for the update of the step before
         - parts of `exclude`, under their own names
 
-        Together they are the host's time from `begin` to `end`.
+        Together they are the host's time from `begin` to `end`, without that of torch.compile.
         """
         found, self._found = self._found, {}
         return found
