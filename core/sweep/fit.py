@@ -157,13 +157,15 @@ def _design(one: Varied, points: Sequence[Point]) -> list[NDArray[np.float64]]:
 
 def _fieller(b: float, c: float, covariance: NDArray[np.float64], t: float) -> tuple[float | None, float | None]:
     """Return the ends of the interval of −b / 2c; both None if it is not bounded."""
-    second = 4 * (c * c - t * t * float(covariance[1, 1]))
-    first = 4 * (b * c - t * t * float(covariance[0, 1]))
-    zeroth = b * b - t * t * float(covariance[0, 0])
-    root = first * first - 4 * second * zeroth
-    if second <= 0 or root < 0:
+    (of_b, shared), (_, of_c) = covariance.tolist()
+    second = c * c - t * t * of_c
+    if second <= 0:
         return None, None
-    return (-first - math.sqrt(root)) / (2 * second), (-first + math.sqrt(root)) / (2 * second)
+    # The interval contains −b / 2c, so the root is real. As a difference of the coefficients' products, the number
+    # below would be only rounding errors for trials that lie on a parabola.
+    apart = b * b * of_c - 2 * b * c * shared + c * c * of_b - t * t * (of_b * of_c - shared * shared)
+    middle, reach = t * t * shared - b * c, t * math.sqrt(max(0.0, apart))
+    return (middle - reach) / (2 * second), (middle + reach) / (2 * second)
 
 
 def quantile(free: int) -> float:

@@ -37,6 +37,14 @@ def test_a_parabola_is_found_exactly() -> None:
     assert found.low == pytest.approx(BEST, rel=1e-4) and found.high == pytest.approx(BEST, rel=1e-4)
 
 
+def test_trials_that_lie_on_a_parabola_have_an_interval_wherever_its_minimum_is() -> None:
+    """Residuals are then only rounding errors, and so is what the ends of the interval are computed from."""
+    for best in np.geomspace(1e-3, 1e-2, 100):
+        found = fit(rows(RATES, best=best), KEY, VARIED)
+        assert found.rate is not None and found.low is not None and found.high is not None
+        assert found.low <= found.rate <= found.high and found.high / found.low < 1 + 1e-9
+
+
 def test_the_interval_covers_as_often_as_it_says() -> None:
     """All rates within the factor take part in every draw, as the best trial is near the middle of few rates."""
     rates = np.geomspace(2e-3, 4.5e-3, 8)
