@@ -19,7 +19,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 # The reference must not use the trainer's GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# At exit Python searches all objects for cycles, which takes 1 s with torch and JAX loaded. The process ends anyway.
+# At exit Python searches all objects for cycles, which takes 1 s with torch and JAX loaded. It leaves out frozen ones.
 atexit.register(gc.freeze)
 # The threads of NumPy's BLAS spin between products and would take cores from torch and JAX.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

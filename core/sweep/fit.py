@@ -158,14 +158,14 @@ def _design(one: Varied, points: Sequence[Point]) -> list[NDArray[np.float64]]:
 def _fieller(b: float, c: float, covariance: NDArray[np.float64], t: float) -> tuple[float | None, float | None]:
     """Return the ends of the interval of −b / 2c; both None if it is not bounded."""
     (of_b, shared), (_, of_c) = covariance.tolist()
-    second = c * c - t * t * of_c
-    if second <= 0:
+    curvature = c * c - t * t * of_c
+    if curvature <= 0:
         return None, None
-    # The interval contains −b / 2c, so the root is real. As a difference of the coefficients' products, the number
-    # below would be only rounding errors for trials that lie on a parabola.
-    apart = b * b * of_c - 2 * b * c * shared + c * c * of_b - t * t * (of_b * of_c - shared * shared)
-    middle, reach = t * t * shared - b * c, t * math.sqrt(max(0.0, apart))
-    return (middle - reach) / (2 * second), (middle + reach) / (2 * second)
+    # The quadratic's discriminant over 16t², in which b²c² has been cancelled. It is not negative, because −b / 2c lies
+    # in the interval. With b²c², only rounding errors would remain of it for trials that lie on a parabola.
+    discriminant = b * b * of_c - 2 * b * c * shared + c * c * of_b - t * t * (of_b * of_c - shared * shared)
+    middle, reach = t * t * shared - b * c, t * math.sqrt(max(0.0, discriminant))
+    return (middle - reach) / (2 * curvature), (middle + reach) / (2 * curvature)
 
 
 def quantile(free: int) -> float:

@@ -38,7 +38,7 @@ def test_a_parabola_is_found_exactly() -> None:
 
 
 def test_trials_that_lie_on_a_parabola_have_an_interval_wherever_its_minimum_is() -> None:
-    """Residuals are then only rounding errors, and so is what the ends of the interval are computed from."""
+    """The residuals are only rounding errors, and the interval has ends all the same."""
     for best in np.geomspace(1e-3, 1e-2, 100):
         found = fit(rows(RATES, best=best), KEY, VARIED)
         assert found.rate is not None and found.low is not None and found.high is not None
