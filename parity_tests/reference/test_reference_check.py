@@ -381,11 +381,11 @@ def test_a_twin_that_rounds_the_stream_is_refused(monkeypatch):
 def test_a_wrong_backward_of_attention_is_refused(monkeypatch):
     """The reference's attention has a backward of its own: without Δ, its forward is right and its gradient is not."""
 
-    def without_delta(policy, saved, grad):
+    def without_delta(policy, scores, saved, grad):
         q, k, v, out, *rest = saved
-        return lockstep.jax_backend.attention._backward(policy, (q, k, v, jnp.zeros_like(out), *rest), grad)
+        return lockstep.jax_backend.attention._backward(policy, scores, (q, k, v, jnp.zeros_like(out), *rest), grad)
 
-    monkeypatch.setattr(lockstep.jax_backend.attention.attention, "bwd", without_delta)
+    monkeypatch.setattr(lockstep.jax_backend.attention._attention, "bwd", without_delta)
     check = check_reference(JaxBackend(), tiny_config("fp64"))
     assert {(f.stage, f.phase) for f in check.wrong} == {("attn", "backward")}
 
