@@ -72,21 +72,21 @@ def test_each_required_package_has_a_tested_version():
 
 # Loaded by the backend that a command opens first, or imported with the command itself.
 AT_THE_START = {"docstring_parser", "flax", "jax", "numpy", "optax", "pydantic", "torch", "torchao", "tyro"}
-# Looked for where a source has parquet in it, and where a session of JAX is to write checkpoints.
-ELSEWHERE = {"pyarrow", "orbax"}
-# In the modules that a command imports, for work that it does not do: writing a run file, reading a checkpoint, listing
-# a source at an address.
+# Looked for where a source has parquet in it, where one is at an address, and where a session of JAX is to write
+# checkpoints.
+ELSEWHERE = {"pyarrow", "fsspec", "orbax"}
+# In the modules that a command imports, for work that it does not do: writing a run file, reading a checkpoint or a
+# tokenizer.
 NOT_USED = {
     "data prepare": {"tomli_w"},
-    "train": {"fsspec"},
-    "parity": {"fsspec"},
     "export": {"tomli_w"},
+    "museum": {"tomli_w"},
     "report": {"safetensors", "tomli_w"},
-    "runs": {"tomli_w"},
+    "runs": {"safetensors", "tomli_w"},
     "sample": {"tomli_w"},
     "profile": {"tomli_w"},
-    "plan": {"tomli_w"},
-    "bench step": {"tomli_w"},
+    "plan": {"tokenizers", "tomli_w"},
+    "bench step": {"safetensors", "tomli_w"},
     "bench best": {"safetensors"},
     "bench peers": {"safetensors", "tomli_w"},
     "bench data": {"safetensors", "tomli_w"},

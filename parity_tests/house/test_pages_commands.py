@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from lockstep.scripts.docs.pages import fences, written_by_hand
 PAGES = [page for page in written_by_hand() if "lockstep" in page.read_text(encoding="utf-8")]
 # Options of torchrun and environment variables may stand before it.
 _CALL = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:torchrun .*-m |python -m )?lockstep (.*)$")
+
+# Operators of the shell, which end the words of a command.
+_SHELL = ("|", "&", "&&", ">", ";")
 
 
 class Parsed(BaseException):
@@ -40,7 +44,7 @@ def commands(text: str) -> list[str]:
 
 def wrong(arguments: str) -> str | None:
     """Return what the command line finds wrong with a command, or None."""
-    words = shlex.split(arguments, comments=True)
+    words = list(takewhile(lambda word: word not in _SHELL, shlex.split(arguments, comments=True)))
     if words[:1] == ["--help"]:
         return None
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), None)
