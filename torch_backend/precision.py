@@ -24,6 +24,7 @@ from lockstep.core.components import precision
 from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.kernels import wide_product as block_product
 
 if TYPE_CHECKING:
     from lockstep.torch_backend.kernels.float8 import Float8
@@ -37,14 +38,15 @@ class Policy:
     """A precision policy in torch's dtypes.
 
     stream: dtype of all tensors except operands of products. operand: dtype of both operands of a matrix product.
-    onednn: compute FP32 products on the CPU with oneDNN, which sums in another order than torch's BLAS. casts: the plan
-    of casts, which other tensors are rounded to the operand dtype.
+    library: of products with an FP32 result on the CPU: "blas" (torch's), "onednn" (of FP32 operands) or "brgemm" (of
+    bf16 operands), which sum in different orders. casts: the plan of casts, which other tensors are rounded to the
+    operand dtype.
     """
 
     name: str
     stream: torch.dtype
     operand: torch.dtype
-    onednn: bool = False
+    library: str = "blas"
     casts: CastPlan = LOCKSTEP
 
     def kept(self, x: Tensor, key: str) -> Tensor:
@@ -95,24 +97,32 @@ POLICIES = {
 
 
 def policy_of(config: RunConfig) -> Policy:
-    """Return the policy of a run. Raises UserError if it needs oneDNN and torch was built without it."""
-    return replace(POLICIES[config.precision.policy], onednn=_by_onednn(config), casts=config.precision.plan)
+    """Return the policy of a run. Raises UserError if its library of products is not there or cannot be built."""
+    library = _library(config)
+    if library == "brgemm":
+        block_product.build()
+    return replace(POLICIES[config.precision.policy], library=library, casts=config.precision.plan)
 
 
 def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
     """Describe the products on the CPU for the table at start, where they are not those of torch's default."""
-    told = {"FP32 products": "oneDNN"} if _by_onednn(config) else {}
+    told = {}
+    if (library := _library(config)) == "onednn":
+        told["FP32 products"] = "oneDNN"
+    elif library == "brgemm":
+        told["bf16 products with FP32 results"] = "oneDNN's block product"
     if _is_slow(DTYPES[config.precision.operand], device):
         told[f"{config.precision.operand} products"] = "computed in FP32, then rounded"
     return told
 
 
-def _by_onednn(config: RunConfig) -> bool:
+def _library(config: RunConfig) -> str:
     # A session's configuration has no `auto` that means oneDNN (core/config/auto.py); a remaining `auto` means BLAS.
-    # Under bf16 the few FP32 products, those of the head, stay BLAS: the bounds were measured with it.
-    asked = config.precision.cpu_products == "onednn"
-    if asked and not torch.backends.mkldnn.is_available():
-        raise UserError("precision.cpu_products = 'onednn': this torch was built without oneDNN; take 'blas'")
+    asked = config.precision.cpu_products
+    if asked == "auto":
+        return "blas"
+    if asked != "blas" and not torch.backends.mkldnn.is_available():
+        raise UserError(f"precision.cpu_products = '{asked}': this torch was built without oneDNN; take 'blas'")
     return asked
 
 
@@ -131,7 +141,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
         y = float8.product(x, weight)
     elif slow(x):
         y = _Linear.apply(x, weight.to(policy.operand), None, by_fp32)
-    elif policy.onednn and x.dtype == torch.float32:
+    elif policy.library == "onednn" and x.dtype == torch.float32:
         y = _Linear.apply(x, weight, None, by_onednn)
     else:
         y = F.linear(x, weight.to(policy.operand))
@@ -154,7 +164,7 @@ def head(x_BSD: Tensor, weight_VD: Tensor, policy: Policy) -> Tensor:
         return linear(x_BSD, weight_VD, None, policy).to(policy.operand)
     if policy.operand == policy.stream:
         return linear(x_BSD, weight_VD, None, policy)
-    logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand, policy.onednn)
+    logits: Tensor = _Head.apply(x_BSD, weight_VD, policy.operand, policy.library)
     return logits
 
 
@@ -186,18 +196,18 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, onednn: bool) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype, library: str) -> Tensor:
         x, weight = x_BSD.to(operand), weight_VD.to(operand)
         ctx.save_for_backward(x, weight)
-        ctx.of_x, ctx.stream, ctx.onednn = x_BSD.dtype, weight_VD.dtype, onednn
-        return wide_product(x.flatten(0, -2), weight.T, weight_VD.dtype, onednn).unflatten(0, x.shape[:-1])
+        ctx.of_x, ctx.stream, ctx.library = x_BSD.dtype, weight_VD.dtype, library
+        return wide_product(x.flatten(0, -2), weight.T, weight_VD.dtype, library).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream, ctx.onednn).unflatten(0, grad.shape[:-1])
-        grad_weight = wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream, ctx.onednn)
+        grad_x = narrow_product(grad.flatten(0, -2), weight, ctx.stream, ctx.library).unflatten(0, grad.shape[:-1])
+        grad_weight = wide_product(grad.flatten(0, -2).T, x.flatten(0, -2), ctx.stream, ctx.library)
         return grad_x.to(ctx.of_x), grad_weight, None, None
 
 
@@ -218,32 +228,41 @@ def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not BF16_BY_ONEDNN))
 
 
-def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
+def narrow_product(left: Tensor, right: Tensor, out: torch.dtype, library: str = "blas") -> Tensor:
     """Multiply two matrices of the operand dtype, round the product to that dtype, and cast it to `out`."""
     if left.dtype == out:
-        return wide_product(left, right, out, onednn)
+        return wide_product(left, right, out, library)
     return (by_fp32 if slow(left) else torch.mm)(left, right).to(out)
 
 
-def wide_product(left: Tensor, right: Tensor, out: torch.dtype, onednn: bool = False) -> Tensor:
+def wide_product(left: Tensor, right: Tensor, out: torch.dtype, library: str = "blas") -> Tensor:
     """Multiply two matrices of the operand dtype; the product has the stream dtype `out`, without another rounding."""
     if left.is_cuda and left.dtype != out:
         return torch.mm(left, right, out_dtype=out)
-    # The CPU has no low-precision product with FP32 output; products of bf16 values are exact in FP32.
-    product = by_onednn if onednn and out == torch.float32 else torch.mm
+    if _by_blocks(left, out, library):
+        return block_product.wide_product(left, right)
+    # torch's own products on the CPU have the dtype of their operands; products of bf16 values are exact in FP32.
+    product = by_onednn if library == "onednn" and out == torch.float32 else torch.mm
     return product(left.to(out), right.to(out))
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, onednn: bool = False) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, library: str = "blas") -> None:
     """Add the wide product of two matrices of the operand dtype to `total`, of the stream dtype, in place.
 
-    On CUDA the product adds to `total` as it writes (cuBLAS, beta = 1), with the roundings of a separate product and
-    sum. On the CPU the product is computed first.
+    On CUDA, and by oneDNN's block product on the CPU, the product adds to `total` as it writes (beta = 1), with the
+    roundings of a separate product and sum. Elsewhere the product is computed first.
     """
     if left.is_cuda and left.dtype != total.dtype:
         _add_product(total, left, right)
+    elif _by_blocks(left, total.dtype, library):
+        block_product.add_wide_product(total, left, right)
     else:
-        total += wide_product(left, right, total.dtype, onednn)
+        total += wide_product(left, right, total.dtype, library)
+
+
+def _by_blocks(left: Tensor, out: torch.dtype, library: str) -> bool:
+    # `evaluate` may use another policy than the run's, with operands of another dtype.
+    return library == "brgemm" and left.dtype == torch.bfloat16 and out == torch.float32
 
 
 # A custom operation: Inductor would write the sum into a new tensor.

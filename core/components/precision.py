@@ -20,6 +20,7 @@ class Format:
     bytes: of a stored number. roundoff: half the distance from 1 to the next number. as_read: CUDA's tensor cores read
     so much of stored FP32 numbers; the CPU has no such format. by_fp32: the CPU computes its products in FP32 and
     rounds them, always or where it has no fast instructions for bf16 (core/config/auto.py, `multiplies_bf16`).
+    by_blocks: oneDNN's block product multiplies it on the CPU, with FP32 results (`precision.cpu_products`).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Format:
     roundoff: float
     as_read: bool = False
     by_fp32: Literal["never", "always", "without bf16 instructions"] = "never"
+    by_blocks: bool = False
 
 
 FORMATS: dict[str, Format] = {
@@ -36,7 +38,7 @@ FORMATS: dict[str, Format] = {
         Format("fp32", 4, 2.0**-24),
         # The tensor cores read 10 of its fraction's bits.
         Format("tf32", 4, 2.0**-11, as_read=True),
-        Format("bf16", 2, 2.0**-8, by_fp32="without bf16 instructions"),
+        Format("bf16", 2, 2.0**-8, by_fp32="without bf16 instructions", by_blocks=True),
         Format("fp16", 2, 2.0**-11, by_fp32="always"),
         Format("fp8", 1, 2.0**-4),
     )

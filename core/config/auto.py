@@ -1,6 +1,6 @@
-"""Resolve `auto` on the CPU: the attention kernel, the AdamW and the library of FP32 products.
+"""Resolve `auto` on the CPU: the attention kernel, the AdamW and the library of products with FP32 results.
 
-The values depend on the run's configuration, the kernel and the library also on the processor. Both backends, the
+The values depend on the run's configuration, the kernel and the library also on the machine. Both backends, the
 plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
 The attention kernel is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash`
@@ -20,12 +20,17 @@ AdamW is torch's fused kernel if torch has one.
 Eager FP32 products use oneDNN on x86 processors that are not made by Intel, because MKL uses only AVX2 on them, and
 BLAS on others (measured on AMD's and Intel's: docs/guide/levers.md).
 
+Products of bf16 operands with an FP32 result, those of the head, use oneDNN's block product on x86 processors with bf16
+instructions, if there is a C++ compiler to build it; else they are computed from FP32 copies of the operands.
+
 On CUDA `auto` stays for attention: torch's call takes the first kernel that can run (torch_backend/attention.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -38,6 +43,8 @@ from lockstep.core.config.schema import RunConfig, Section
 SHORT, WIDTHS = 192, 4
 # oneDNN's avx512_core; torch hands bf16 products to oneDNN from there on (torch_backend/precision.py, BF16_BY_ONEDNN).
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+# x86 instructions that multiply pairs of bf16 numbers and add to FP32 sums.
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
@@ -46,7 +53,7 @@ BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, 
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `auto` on this CPU by dotted key: the attention kernel, fused AdamW, "onednn" or "blas"."""
+    """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, library of products."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     slow_flash = length < SHORT or not multiplies_bf16()
@@ -55,8 +62,14 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
         # Only `math` supports capped scores.
         "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
         "optim.fused": True,
-        "precision.cpu_products": "blas" if vendor() in ("", "GenuineIntel") else "onednn",
+        "precision.cpu_products": _library(config),
     }
+
+
+def _library(config: RunConfig) -> str:
+    if FORMATS[config.precision.operand].by_blocks and builds_bf16_products():
+        return "brgemm"
+    return "blas" if vendor() in ("", "GenuineIntel") else "onednn"
 
 
 def vendor() -> str:
@@ -73,6 +86,12 @@ def multiplies_bf16() -> bool:
     return not flags or flags >= AVX512 or "avx_ne_convert" in flags
 
 
+def builds_bf16_products() -> bool:
+    """Return whether this x86 processor has bf16 instructions, and this machine the C++ compiler that torch calls."""
+    has_instructions = not BF16_INSTRUCTIONS.isdisjoint(_reported("flags").split())
+    return has_instructions and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 @cache
 def _reported(key: str) -> str:
     """Return the value of a key of /proc/cpuinfo, of the first processor; "" without such a key."""
@@ -87,14 +106,16 @@ def _reported(key: str) -> str:
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
     """Replace `auto` by its values on this device. On other devices than the CPU, only oneDNN's products change.
 
-    Other devices and compiled programs have no oneDNN products, so there the setting becomes `auto` again: a
-    configuration that was resolved on the CPU may be opened on them (`replay --device cuda`).
+    A library that does not serve the device, the program or the policy becomes `auto` again: a configuration that was
+    resolved on the CPU may be opened with others (`replay --device cuda`).
 
     chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
     `BEFORE`.
     """
-    products, eager = config.precision.cpu_products, device == "cpu" and not config.compile.enabled
-    if products == "onednn" and not eager:
+    eager = device == "cpu" and not config.compile.enabled
+    operand = FORMATS[config.precision.operand]
+    serves = {"onednn": eager, "brgemm": device == "cpu" and operand.by_blocks}
+    if not serves.get(config.precision.cpu_products, True):
         config = _with_products(config, "auto")
     if device != "cpu":
         return config
@@ -105,10 +126,10 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     config = config.model_copy(update=changes) if changes else config
-    in_fp32 = FORMATS[config.precision.operand].bytes == 4
-    if products == "auto" and in_fp32 and eager:
-        config = _with_products(config, chosen["precision.cpu_products"])
-    return config
+    library = chosen["precision.cpu_products"]
+    # Runs under bf16 from before the block product recorded a library of FP32 operands, which they did not use.
+    uses = library == "brgemm" if operand.by_blocks else operand.bytes == 4 and eager
+    return _with_products(config, library) if uses and config.precision.cpu_products == "auto" else config
 
 
 def _with_products(config: RunConfig, products: str) -> RunConfig:

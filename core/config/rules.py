@@ -12,7 +12,7 @@ from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
 from lockstep.core.components.cast_plan import problem_with, read_plan
 from lockstep.core.components.loss_heads import LOSS_HEADS
 from lockstep.core.components.optimizers import OPTIMIZERS
-from lockstep.core.components.precision import POLICIES
+from lockstep.core.components.precision import FORMATS, POLICIES
 from lockstep.core.config.curriculum import pieces, problem
 from lockstep.core.config.sections import PARTS, ModelConfig, OptimConfig, listed
 from lockstep.core.model.families import FAMILIES, graph_of, traits_of
@@ -194,6 +194,12 @@ def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | Non
     return None
 
 
+def _blocks_are_of_bf16(products: str, device: str, policy: str) -> str | None:
+    if products == "brgemm" and (device != "cpu" or not FORMATS[POLICIES[policy].operand].by_blocks):
+        return "oneDNN's block product is for bf16 on the CPU: set device = cpu and a policy with bf16 operands"
+    return None
+
+
 def _scale_is_a_power_of_two(scale: float) -> str | None:
     if math.frexp(scale)[0] != 0.5 or scale > 2.0**120:
         return f"{scale:g} is not a power of two (up to 2^120): any other scale would round the gradients again"
@@ -279,6 +285,7 @@ RULES = (
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
     Rule(("optim.fused", "optim.name", "precision.policy"), _fused_can_be),
     Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
+    Rule(("precision.cpu_products", "device", "precision.policy"), _blocks_are_of_bf16),
     Rule(("attention.grouped", "device"), _groups_have_a_twin),
     Rule(("precision.casts", "precision.policy"), _casts_suit_policy),
     Rule(("precision.casts", "loss.head"), _casts_suit_head),

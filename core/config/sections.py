@@ -286,10 +286,10 @@ class PrecisionConfig(Section):
         description="other values rounded to the operands' format: lockstep: none; autocast: those of "
         "torch.autocast; or choices such as `residual=bf16, logits=bf16` (docs/guide/casts.md)",
     )
-    cpu_products: Literal["auto", "blas", "onednn"] = Field(
+    cpu_products: Literal["auto", "blas", "onednn", "brgemm"] = Field(
         "auto",
-        description="library of eager FP32 products on the CPU: torch's BLAS, or oneDNN, which sums in another "
-        "order; auto: oneDNN under fp32 and tf32 on x86 processors not made by Intel",
+        description="library of products with FP32 results on the CPU: blas: torch's; onednn: eager, of FP32 "
+        "operands; brgemm: oneDNN's, of bf16 operands; auto: the faster (docs/guide/levers.md)",
     )
     fp8_layers: str = Field("blocks.*", description="names of block linears in FP8: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(

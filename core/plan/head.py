@@ -146,7 +146,7 @@ def _full_fused(z: Sizes, tied: bool) -> HeadMemory:
     logits, weight = float(z.logits * n * V), float(z.stream * V * z.hidden)
     D, operand = float(z.stream * n * z.hidden), float(z.operand * n * z.hidden)
     forward = Tape()
-    forward.make(x=D if z.copies or not z.casts else operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
+    forward.make(x=D if z.on_cpu or not z.casts else operand, w=float(z.operand * V * z.hidden) if z.casts else 0.0)
     if z.copies:
         forward.make(copies=weight)
     forward.make(logits=logits)
@@ -271,7 +271,7 @@ def _in_chunks(z: Sizes, rows: int, chunks: int, in_place: bool) -> HeadMemory:
         forward.free("of_x")
         if z.copies:
             forward.make(wide=float(z.stream * rows * V))
-        forward.make(part=0.0 if in_place else weight)
+        forward.make(part=0.0 if in_place or z.by_blocks else weight)
         forward.free_if("wide")
         forward.free("narrow", "part", "grad", "logits")
         forward.free_if("capped", "of_logits")
@@ -299,6 +299,12 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
         forward.make(g_weight=weight)
         forward.make(logits=logits)
         forward.free("logits")
+        return
+    if z.by_blocks:
+        forward.make(g_weight=weight)
+        forward.make(logits=logits)
+        forward.make(grad=float(z.operand * rows * V))
+        forward.free("grad", "logits")
         return
     if z.copies:
         forward.make(copies=weight + float(z.stream * rows * z.hidden))

@@ -26,7 +26,8 @@ class Sizes:
     fused: a compiler makes one kernel of neighbouring pointwise operations. whole: the forward pass is one program.
     kernel: attention's. capped: it caps its scores. capped_logits: the model caps its logits. logits, residual:
     bytes of a logit, and of a number of the residual stream. autocast: see `sizes_of`. by_fp32: narrow products are
-    computed from FP32 copies of their operands, which are freed after each. plan: what else is rounded.
+    computed from FP32 copies of their operands, which are freed after each. by_blocks: products with FP32 results are
+    oneDNN's of bf16 operands, which add in place. plan: what else is rounded.
     """
 
     tokens: int
@@ -49,13 +50,14 @@ class Sizes:
     residual: int
     autocast: bool
     by_fp32: bool
+    by_blocks: bool
     capped_logits: bool = False
     plan: CastPlan = LOCKSTEP
 
     @property
     def copies(self) -> bool:
         """Return whether products with wide outputs are made of copies of their operands, as the CPU's are."""
-        return self.on_cpu and self.casts
+        return self.on_cpu and self.casts and not self.by_blocks
 
     @property
     def casts(self) -> bool:
@@ -109,6 +111,7 @@ def sizes_of(config: RunConfig, gpu: Gpu, autocast: bool = False) -> Sizes:
         residual=operand if narrow else stream,
         autocast=autocast,
         by_fp32=not gpu.cuda and not autocast and _is_by_fp32(FORMATS[policy]),
+        by_blocks=not gpu.cuda and not autocast and settled(config, "cpu").precision.cpu_products == "brgemm",
         capped_logits=model.logits_cap > 0,
         plan=config.precision.plan,
     )

@@ -29,6 +29,8 @@ READ = auto.multiplies_bf16
 @pytest.fixture(autouse=True)
 def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "multiplies_bf16", lambda: True)
+    # parity_tests/torch_backend/test_wide_product.py tests where it is True.
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
 
 
 def run(**settings) -> RunConfig:

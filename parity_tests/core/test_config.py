@@ -250,6 +250,10 @@ BROKEN = {
         {"precision.cpu_products": "onednn", "device": "cpu"},
         {"precision.cpu_products": "onednn", "compile.enabled": "false"},
     ],
+    ("precision.cpu_products", "device", "precision.policy"): [
+        {"precision.cpu_products": "brgemm", "device": "cpu", "precision.policy": "fp32"},
+        {"precision.cpu_products": "brgemm", "device": "cuda"},
+    ],
     ("precision.loss_scale",): [{"precision.loss_scale": "1000"}, {"precision.loss_scale": "1e300"}],
     ("precision.casts", "precision.policy"): [
         {"precision.casts": "autocast", "precision.policy": "fp32"},

@@ -395,6 +395,9 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/attention.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/one_kernel.py": {"importlib.util.find_spec": "whether a library is there"},
+    "torch_backend/kernels/wide_product.py": {
+        "torch._inductor.codecache.CppCodeCache.load": "the C++ file beside it, which is Lockstep's",
+    },
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/bench_peers.py": {"importlib.util.find_spec": "whether a library is there"},
     "scripts/commands/sweep.py": {"importlib.util.find_spec": "whether a library is there"},
@@ -433,12 +436,12 @@ CALLS = {
     "os.system", "os.popen", "os.execv", "os.execve", "os.execvp", "os.posix_spawn", "torch.load", "torch.jit.load",
     "np.load", "numpy.load", "np.fromregex", "torch.hub.load", "jax.export.deserialize",
     "torch.distributed.all_gather_object", "torch.distributed.broadcast_object_list", "torch.distributed.gather_object",
-    "torch.distributed.launcher.api.elastic_launch",
+    "torch.distributed.launcher.api.elastic_launch", "torch._inductor.codecache.CppCodeCache.load",
 }  # fmt: skip
 HARMLESS = {
     "importlib.metadata", "importlib.resources", "pickle.PickleBuffer", "pickle.PicklingError",
     "subprocess.TimeoutExpired", "subprocess.PIPE", "subprocess.STDOUT", "subprocess.DEVNULL",
-    "subprocess.SubprocessError",
+    "subprocess.SubprocessError", "ctypes.c_void_p", "ctypes.c_char_p", "ctypes.c_int", "ctypes.c_int64",
 }  # fmt: skip
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 # A door is imported or called by one of these words. A file without any of them has none.

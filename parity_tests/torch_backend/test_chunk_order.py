@@ -8,6 +8,7 @@ before the next chunk's logits by what it depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,8 @@ from lockstep.torch_backend.tools.plan import compiled_forward, fake
 
 ROWS, VOCAB, HIDDEN, CHUNKS = 16, 384, 24, 4
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default, torch.ops.lockstep.product_by_fp32.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+PRODUCTS |= {torch.ops.lockstep.product_by_fp32.default, torch.ops.lockstep.wide_product.default}
 # These read their arguments from memory: the compiler cannot fuse them with what they read.
 OPAQUE = PRODUCTS | {torch.ops.lockstep.after.default}
 # The results of these are written to memory, and what follows reads them from there.
@@ -71,20 +73,29 @@ def too_late(graph: torch.fx.GraphModule) -> list[Node]:
     return found
 
 
-def head(policy: str = "bf16", z_loss: float = 0.0, tap: Callable[[str, Tensor], Tensor] | None = None) -> Any:
+def head(
+    policy: str = "bf16",
+    z_loss: float = 0.0,
+    tap: Callable[[str, Tensor], Tensor] | None = None,
+    library: str = "blas",
+) -> Any:
     """Compile the graph of the chunked head alone."""
     with FakeTensorMode():
         dtype, batch = POLICIES[policy].stream, (2, ROWS * CHUNKS // 2)
         x, weight = (torch.empty(*size, HIDDEN, dtype=dtype, requires_grad=True) for size in (batch, (VOCAB,)))
         targets, weights = torch.empty(batch, dtype=torch.long), torch.empty(batch, dtype=dtype)
         total = torch.empty((), dtype=torch.float64)
-        arguments = x, weight, targets, weights, total, POLICIES[policy], z_loss, ROWS, tap
+        arguments = x, weight, targets, weights, total, replace(POLICIES[policy], library=library), z_loss, ROWS, tap
         return compiled_forward(chunked_loss.chunked_loss, *arguments)
 
 
 @pytest.mark.parametrize("policy", ["fp64", "fp32", "bf16", "fp16"])
 def test_one_chunk_at_a_time_in_every_order(policy):
     assert too_late(head(policy)) == []
+
+
+def test_one_chunk_at_a_time_where_products_add_in_place():
+    assert too_late(head(library="brgemm")) == []
 
 
 def test_one_chunk_at_a_time_with_z_loss_or_where_a_tap_looks():
@@ -116,7 +127,8 @@ def test_one_chunk_at_a_time_in_the_whole_program():
 
 
 @pytest.mark.parametrize("forgotten", [0, 1, 2, 3, None])
-def test_an_order_that_is_lost_is_seen(monkeypatch, forgotten):
+@pytest.mark.parametrize("library", ["blas", "brgemm"])
+def test_an_order_that_is_lost_is_seen(monkeypatch, forgotten, library):
     """One of the results is not waited for, or none is."""
     honest = chunked_loss.after
 
@@ -124,4 +136,4 @@ def test_an_order_that_is_lost_is_seen(monkeypatch, forgotten):
         return x if forgotten is None else honest(x, done[:forgotten] + done[forgotten + 1 :])
 
     monkeypatch.setattr(chunked_loss, "after", forgetful)
-    assert too_late(head())
+    assert too_late(head(library=library))

@@ -32,6 +32,10 @@ def gradients(products, policy, head="chunked", **model):
     return TorchBackend().open_rank(config).gradients(uneven_weights(text_batch(config), 1))
 
 
+def library_of(config, chosen=None, device="cpu"):
+    return precision.policy_of(settled(config, device, chosen)).library
+
+
 @pytest.mark.parametrize("head", ["full", "chunked"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp64"])
 def test_orders_of_sums_are_all_that_differs(policy, head):
@@ -72,9 +76,9 @@ def test_auto(vendor, policy, compiled, onednn, monkeypatch):
     monkeypatch.setattr(auto, "vendor", lambda: vendor)
     config = tiny_config(policy)
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
-    assert precision.policy_of(settled(config, "cpu")).onednn is bool(onednn)
-    assert precision.policy_of(settled(config, "cpu", {})).onednn is (policy != "bf16" and not compiled)
-    assert not precision.policy_of(settled(settled(config, "cpu", {}), "cuda")).onednn
+    assert (library_of(config) == "onednn") is bool(onednn)
+    assert (library_of(config, {}) == "onednn") is (policy != "bf16" and not compiled)
+    assert library_of(settled(config, "cpu", {}), device="cuda") == "blas"
     told = precision.products_in_force(settled(config, "cpu"), torch.device("cpu"))
     assert ("FP32 products" in told) is bool(onednn)
 

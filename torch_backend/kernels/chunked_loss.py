@@ -53,10 +53,11 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         weights_N: Tensor,
         total: Tensor,
-        settings: tuple[torch.dtype, float, int, bool, bool, bool, bool, float],
+        settings: tuple[torch.dtype, float, int, bool, str, bool, bool, float],
     ) -> tuple[Tensor, ...]:
-        operand, z_loss, chunk, show, onednn, narrow_logits, by_one_kernel, cap = settings
+        operand, z_loss, chunk, show, library, narrow_logits, by_one_kernel, cap = settings
         stream = weight_VD.dtype
+        in_place = by_one_kernel or library == "brgemm"
         x, weight = x_ND.to(operand), weight_VD.to(operand)
         shares_N = weights_N.double() / total.double()
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -69,9 +70,9 @@ class _ChunkedLoss(torch.autograd.Function):
             # Begin after all results of the previous chunk, so that the logits of two chunks never exist together.
             x_rows = after(x[rows], [loss, losses[-1], grad_x[-1], grad_weight]) if losses else x[rows]
             if narrow_logits:
-                logits = narrow_product(x_rows, weight.T, stream, onednn).to(operand)
+                logits = narrow_product(x_rows, weight.T, stream, library).to(operand)
             else:
-                logits = wide_product(x_rows, weight.T, stream, onednn)
+                logits = wide_product(x_rows, weight.T, stream, library)
             capped = cap * torch.tanh(logits / cap) if cap else logits
             # The share is rounded to the stream dtype, as autograd rounds the gradient of a loss.
             of_chunk = capped, targets_N[rows], shares_N[rows].to(stream), z_loss
@@ -84,11 +85,11 @@ class _ChunkedLoss(torch.autograd.Function):
             else:
                 part, grad = one_kernel.losses_and_gradient(*of_chunk, operand)
             narrow = grad.to(operand)
-            grad_x.append(narrow_product(narrow, weight, stream, onednn))
-            if by_one_kernel:
-                add_product(grad_weight, narrow.T, x_rows, onednn)
+            grad_x.append(narrow_product(narrow, weight, stream, library))
+            if in_place:
+                add_product(grad_weight, narrow.T, x_rows, library)
             else:
-                grad_weight += wide_product(narrow.T, x_rows, stream, onednn)
+                grad_weight += wide_product(narrow.T, x_rows, stream, library)
             loss = loss + (part.double() * weights_N[rows].double()).sum()
             losses.append(part)
             if show:
@@ -157,7 +158,7 @@ def chunked_loss(
         cap: cap of the logits; 0 is none. Not supported by one kernel.
     """
     narrow, batch = policy.casts.rounds("logits"), targets_BS.shape
-    settings = policy.operand, z_loss, chunk, tap is not None, policy.onednn, narrow, by_one_kernel, cap
+    settings = policy.operand, z_loss, chunk, tap is not None, policy.library, narrow, by_one_kernel, cap
     arguments = x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), weights_BS.flatten(), total, settings
     loss, losses_N, *shown = _ChunkedLoss.apply(*arguments)
     losses_BS = losses_N.unflatten(0, batch)

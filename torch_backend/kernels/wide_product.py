@@ -1,0 +1,102 @@
+"""The product of two bf16 matrices on the CPU with an FP32 result, by oneDNN's block product (wide_product.cpp).
+
+torch has such a product for CUDA (`torch.mm(out_dtype=)`). On the CPU it exports only the block product, in C++, which
+multiplies by the processor's own bf16 instructions and sums in FP32. Products of FP32 copies take two to four times as
+long (docs/results/wide_product.md). The C++ source is built at first use, as Inductor builds its own programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import UserError
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply two bf16 matrices on the CPU, (m, k) · (k, n) → (m, n) in FP32, without another rounding."""
+    made: Tensor = torch.ops.lockstep.wide_product.default(left, right)
+    return made
+
+
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of two bf16 matrices on the CPU to `total`, FP32 (m, n) and contiguous, in place."""
+    torch.ops.lockstep.add_wide_product.default(total, left, right)
+
+
+# Operations of their own: checkpointing keeps the product (torch_backend/kernels/recompute.py), and Inductor does not
+# compute it in FP32.
+torch.library.define("lockstep::wide_product", "(Tensor left, Tensor right) -> Tensor")
+torch.library.define("lockstep::add_wide_product", "(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+
+
+@torch.library.impl("lockstep::wide_product", "CPU")
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    made = left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+    return _multiply(made, left, right, add=False) if left.shape[1] else made.zero_()
+
+
+@torch.library.register_fake("lockstep::wide_product")
+def _shape_of_product(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+
+
+@torch.library.impl("lockstep::add_wide_product", "CPU")
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    _multiply(total, left, right, add=True)
+
+
+@torch.library.register_fake("lockstep::add_wide_product")
+def _shape_of_sum(total: Tensor, left: Tensor, right: Tensor) -> None:
+    pass
+
+
+def _multiply(total: Tensor, left: Tensor, right: Tensor, *, add: bool) -> Tensor:
+    if not total.is_contiguous() or (left.dtype, right.dtype, total.dtype) != (torch.bfloat16,) * 2 + (torch.float32,):
+        raise ValueError("wide_product multiplies bf16 matrices into a contiguous FP32 matrix")
+    (m, k), n = left.shape, right.shape[1]
+    if right.shape[0] != k or total.shape != (m, n):
+        raise ValueError(f"wide_product: {tuple(left.shape)} · {tuple(right.shape)} is not {tuple(total.shape)}")
+    if m and n and k:
+        operands = left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()
+        error = build()(*operands, total.data_ptr(), m, n, k, add)
+        if error is not None:
+            raise RuntimeError(f"oneDNN's block product: {error.decode()}")
+    return total
+
+
+@cache
+def build() -> Any:
+    """Build and load the C++ function, once a machine: Inductor keeps the library in TORCHINDUCTOR_CACHE_DIR.
+
+    Raises UserError if it cannot be built, or if oneDNN has no such product on this processor.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    # Versions of torch with this option find the processor's vector instructions otherwise, which takes 1.4 s.
+    named = "needs_vec_isa" in signature(CppCodeCache.load_async).parameters
+    options = {"needs_vec_isa": False} if named else {}
+    try:
+        function = CppCodeCache.load(SOURCE.read_text(encoding="utf-8"), **options).lockstep_wide_product
+    except Exception as error:  # the compiler's, the loader's and the file system's
+        reason = str(error).strip().splitlines()
+        raise UserError(_refusal(reason[-1] if reason else type(error).__name__)) from error
+    matrix = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.argtypes = [*matrix, *matrix, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_int]
+    function.restype = ctypes.c_char_p
+    left, total = torch.ones(2, 2, dtype=torch.bfloat16), torch.empty(2, 2)
+    if said := function(left.data_ptr(), 2, 1, left.data_ptr(), 2, 1, total.data_ptr(), 2, 2, 2, False):
+        raise UserError(_refusal(said.decode().splitlines()[0]))
+    return function
+
+
+def _refusal(reason: str) -> str:
+    return f"precision.cpu_products = 'brgemm' cannot be used on this machine ({reason}); take 'blas'"
