@@ -19,6 +19,23 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 # The reference must not use the trainer's GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The exit code, once `main` has one.
+_codes: list[int] = []
+
+
+def _end_rank() -> None:
+    """End a rank of torchrun's before Python deletes its modules.
+
+    gloo's threads outlive their process group while a session refers to it. A thread that frees the tensors of the last
+    operation while Python ends would abort the process (pytorch#190489).
+    """
+    if _codes and "WORLD_SIZE" in os.environ:
+        sys.stderr.flush()
+        os._exit(_codes[0])
+
+
+# Exit handlers that are registered later run earlier.
+atexit.register(_end_rank)
 # At exit Python searches all objects for cycles, which takes 1 s with torch and JAX loaded. It leaves out frozen ones.
 atexit.register(gc.freeze)
 # The threads of NumPy's BLAS spin between products and would take cores from torch and JAX.
@@ -173,7 +190,8 @@ def main() -> None:
         code = run(sys.argv[1:])
     except SystemExit as stop:  # --help
         code = stop.code if isinstance(stop.code, int) else 0
-    sys.exit(_flushed(code))
+    _codes.append(_flushed(code))
+    sys.exit(_codes[0])
 
 
 def _flushed(code: int) -> int:

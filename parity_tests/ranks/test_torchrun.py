@@ -43,7 +43,8 @@ def torchrun(folder: Path, *arguments: str) -> Done:
     done = subprocess.run(
         [*command, "-m", "lockstep", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
+        # A rank that aborts prints the stacks of its threads.
+        env=os.environ | {"PYTHONPATH": str(REPO), "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         timeout=120,
