@@ -65,7 +65,12 @@ def test_sums_are_of_fp32():
     """|error| ≤ k · 2⁻²⁴ · |A|·|B|; a sum or a result in bf16 would be 2⁻⁹ off."""
     a, b = torch.randn(70, 512).bfloat16(), torch.randn(512, 90).bfloat16()
     exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    assert ((block_product.wide_product(a, b) - exact).abs() <= 512 * 2.0**-24 * size).all()
+    product = block_product.wide_product(a, b)
+    assert ((product - exact).abs() <= 512 * 2.0**-24 * size).all()
+    total = torch.randn(70, 90)
+    separate = total + product
+    block_product.add_wide_product(total, a, b)
+    assert torch.equal(total, separate)
 
 
 @runs_here

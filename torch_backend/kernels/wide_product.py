@@ -1,8 +1,8 @@
 """The product of two bf16 matrices on the CPU with an FP32 result, by oneDNN's block product (wide_product.cpp).
 
 torch has such a product for CUDA (`torch.mm(out_dtype=)`). On the CPU it exports only the block product, in C++, which
-multiplies by the processor's own bf16 instructions and sums in FP32. Products of FP32 copies take two to four times as
-long (docs/results/wide_product.md). The C++ source is built at first use, as Inductor builds its own programs.
+multiplies by the processor's own bf16 instructions and sums in FP32. Products of FP32 copies take two to three times
+as long (docs/results/wide_product.md). The C++ source is built at first use, as Inductor builds its own programs.
 """
 
 from __future__ import annotations
