@@ -126,10 +126,18 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     config = config.model_copy(update=changes) if changes else config
+    uses = operand.by_blocks or (operand.bytes == 4 and eager)
+    if not uses or config.precision.cpu_products != "auto":
+        return config
     library = chosen["precision.cpu_products"]
-    # Runs under bf16 from before the block product recorded a library of FP32 operands, which they did not use.
-    uses = library == "brgemm" if operand.by_blocks else operand.bytes == 4 and eager
-    return _with_products(config, library) if uses and config.precision.cpu_products == "auto" else config
+    if operand.by_blocks and library != "brgemm":
+        # A run from before the block product recorded a library of FP32 operands, and multiplied copies. With `auto`
+        # left here, a session would choose by its own machine.
+        library = "blas"
+    if library == "brgemm" and not operand.by_blocks:
+        # A branch in FP32 of a run in bf16.
+        library = _library(config)
+    return _with_products(config, library)
 
 
 def _with_products(config: RunConfig, products: str) -> RunConfig:

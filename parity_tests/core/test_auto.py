@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.core.components.precision import POLICIES
 from lockstep.core.config import auto
 from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, on_cpu, settled
 from lockstep.core.config.file import load_config
-from lockstep.core.config.schema import AttentionConfig, OptimConfig, RunConfig
+from lockstep.core.config.schema import AttentionConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.plan.gpus import gpu_named
 from lockstep.core.plan.memory import memory
 from lockstep.core.plan.sizes import kernel_of
@@ -126,7 +127,7 @@ def test_what_a_resume_may_change_does_not_decide(changed):
 
 def test_what_was_asked_for_by_name_stays():
     for name in ("flash", "math"):
-        config = run(attention__kernel=name, optim__fused="false")
+        config = run(attention__kernel=name, optim__fused="false", precision__cpu_products="blas")
         assert settled(config, "cpu") == config
 
 
@@ -134,13 +135,40 @@ def test_it_stands_in_its_place(monkeypatch: pytest.MonkeyPatch):
     found = settled(run(), "cpu")
     assert (found.attention.kernel, found.optim.fused) == ("math", True)
     assert settled(found, "cpu") == found
-    assert found.model_copy(update={"attention": AttentionConfig(), "optim": OptimConfig()}) == run()
+    asked = {"attention": AttentionConfig(), "optim": OptimConfig(), "precision": PrecisionConfig()}
+    assert found.model_copy(update=asked) == run()
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
     in_fp32 = settled(run(precision__policy="fp32", compile__enabled="false"), "cpu")
     assert in_fp32.precision.cpu_products == "onednn"
     assert RunConfig.model_validate(in_fp32.model_dump()) == in_fp32
     before = settled(run(), "cpu", BEFORE)
     assert (before.attention.kernel, before.optim.fused) == ("flash", False)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_what_is_settled_once_stays_on_any_machine(policy: str, monkeypatch: pytest.MonkeyPatch):
+    """A session settles what a run or a capsule has settled by its record, which may be another policy's."""
+    asked = run(precision__policy=policy, compile__enabled="false")
+    for recorded in ("brgemm", "onednn", "blas"):
+        found = settled(asked, "cpu", {"precision.cpu_products": recorded})
+        for maker, builds in (("AuthenticAMD", True), ("AuthenticAMD", False), ("GenuineIntel", False)):
+            monkeypatch.setattr(auto, "vendor", lambda maker=maker: maker)
+            monkeypatch.setattr(auto, "builds_bf16_products", lambda builds=builds: builds)
+            assert settled(found, "cpu") == found
+            assert RunConfig.model_validate(found.model_dump()) == found
+
+
+def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatch):
+    """Copies of a bf16 run from before the block product stay. A branch in FP32 cannot keep the block product."""
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+
+    def products(policy: str, recorded: str) -> str:
+        config = run(precision__policy=policy, compile__enabled="false")
+        return settled(config, "cpu", {"precision.cpu_products": recorded}).precision.cpu_products
+
+    assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "brgemm"]
+    assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "onednn"]
 
 
 def test_on_cuda_it_stays():

@@ -140,11 +140,11 @@ def test_a_compiled_program_adds_in_place_what_the_eager_one_does():
         ("avx2 avx512_bf16", True, "bf16", False, "brgemm"),
         ("avx2 amx_bf16", True, "bf16", True, "brgemm"),
         ("avx2 avx512_bf16", True, "fp8_tensorwise", False, "brgemm"),
-        ("avx2 avx512f", True, "bf16", False, "auto"),
-        ("avx2 avx512_bf16", False, "bf16", False, "auto"),
+        ("avx2 avx512f", True, "bf16", False, "blas"),
+        ("avx2 avx512_bf16", False, "bf16", False, "blas"),
         ("avx2 avx512_bf16", True, "fp32", False, "blas"),
         ("avx2 avx512_bf16", True, "fp16", False, "auto"),
-        ("", True, "bf16", False, "auto"),
+        ("", True, "bf16", False, "blas"),
     ],
 )
 def test_auto(flags, compiler, policy, compiled, library, monkeypatch):
@@ -163,8 +163,8 @@ def test_what_a_run_recorded_stays_in_force(monkeypatch):
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
     config = tiny_config("bf16")
     for before in ("onednn", "blas"):
-        assert settled(config, "cpu", {"precision.cpu_products": before}).precision.cpu_products == "auto"
-    assert settled(config, "cpu", {}).precision.cpu_products == "auto"
+        assert settled(config, "cpu", {"precision.cpu_products": before}).precision.cpu_products == "blas"
+    assert settled(config, "cpu", {}).precision.cpu_products == "blas"
     recorded = settled(config, "cpu", {"precision.cpu_products": "brgemm"})
     assert recorded.precision.cpu_products == "brgemm"
     # Opened elsewhere, or under another policy.
