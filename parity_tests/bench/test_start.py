@@ -1,11 +1,15 @@
-"""The study of the start (scripts/studies/start.py): its page, from made-up results."""
+"""The study of the start (scripts/studies/start.py): a start of a tiny run, and its page from made-up results."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from lockstep.scripts.studies.start import PLAIN, figure, page
+from lockstep.parity_tests.repository import REPO
+from lockstep.scripts.cli import run as lockstep
+from lockstep.scripts.studies.start import PLAIN, figure, first_record, page
 from lockstep.scripts.studies.start_marks import PHASES
+from lockstep.scripts.studies.tiny_workspace import write_workspace
 
 
 def run(seconds: float, cpu: float, loss: float = 8.25) -> dict[str, Any]:
@@ -50,3 +54,12 @@ def test_bars_of_before_and_now_and_of_every_phase():
     drawn = figure(results())
     assert "before, 1234567" in drawn and "now, 89abcde" in drawn and "15.0 s" in drawn
     assert all(phase.replace("'", "&#x27;") in drawn for phase in PHASES)
+
+
+def test_a_start_has_a_time_for_every_phase(tmp_path: Path):
+    file = write_workspace(tmp_path / "workspace")
+    assert lockstep(["data", "prepare", str(file), "--workers", "1"]) == 0
+    found = first_record(REPO, tmp_path / "caches", tmp_path / "runs", [str(file), "--parity.every", "4"])
+    assert list(found["phases"]) == list(PHASES)
+    assert all(seconds >= 0 for seconds in found["phases"].values())
+    assert found["cpu"] > 0 and 5 < found["loss"] < 6

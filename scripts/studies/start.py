@@ -119,15 +119,20 @@ def _row(
             kept = kept_in / side / program
             if caches == "cold":
                 shutil.rmtree(kept, ignore_errors=True)
-            found = _start(checkouts[side], kept, out, PROGRAMS[program])
+            run = [CONFIG, "--data.path", str(ROOT / "data/stdlib"), *PROGRAMS[program]]
+            found = first_record(checkouts[side], kept, out, run)
             print(program, caches, side, f"{sum(found['phases'].values()):.2f} s, CPU {found['cpu']:.2f} s", flush=True)
             if caches == "cold" or number:
                 runs[side].append(found)
     return runs
 
 
-def _start(checkout: Path, caches: Path, runs: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """Start the run, and return what start_marks.py wrote. Raises UserError if it wrote nothing."""
+def first_record(checkout: Path, caches: Path, runs: Path, run: Sequence[str]) -> dict[str, Any]:
+    """Start `lockstep train` until its first record, and return a RUN as start_marks.py wrote it.
+
+    caches: folder of torch.compile's and JAX's caches. runs: folder for the run, removed first. run: run file and
+    flags. Raises UserError if there was no record.
+    """
     shutil.rmtree(runs, ignore_errors=True)
     out = runs.with_suffix(".json")
     out.unlink(missing_ok=True)
@@ -139,10 +144,9 @@ def _start(checkout: Path, caches: Path, runs: Path, flags: Sequence[str]) -> di
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "JAX_COMPILATION_CACHE_DIR": str(caches / "jax"),
     }
-    data = ["--data.path", str(ROOT / "data/stdlib"), "--out", str(runs)]
     marks = ROOT / "scripts/studies/start_marks.py"
     with out.with_suffix(".log").open("w") as log:
-        command = [sys.executable, "-P", str(marks), str(out), str(time.monotonic()), "train", CONFIG, *data, *flags]
+        command = [sys.executable, "-P", str(marks), str(out), str(time.monotonic()), "train", *run, "--out", str(runs)]
         process = subprocess.Popen(
             command, cwd=checkout, env=environment, stdout=log, stderr=log, start_new_session=True
         )

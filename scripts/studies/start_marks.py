@@ -86,7 +86,10 @@ def main(out: Path, started: float, arguments: list[str]) -> None:
 
     before(train, "open_data", PHASES[0])
     after(train, "open_data", PHASES[1])
-    after(train, "open_named", PHASES[2])
+    # The names of older versions and of today's.
+    for opens in ("open_named", "open_candidate"):
+        if hasattr(train, opens):
+            after(train, opens, PHASES[2])
     before(train, "_create", PHASES[3])
     before(train, "_train", "begun", inside)
     sys.argv = ["lockstep", *arguments]
