@@ -104,7 +104,9 @@ def _reported(key: str) -> str:
 
 
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
-    """Replace `auto` by its values on this device. On other devices than the CPU, only oneDNN's products change.
+    """Replace `auto` by its values on this device, which also becomes the configuration's device if that is `auto`.
+
+    On other devices than the CPU, only oneDNN's products change.
 
     A library that does not serve the device, the program or the policy becomes `auto` again: a configuration that was
     resolved on the CPU may be opened with others (`replay --device cuda`).
@@ -112,6 +114,9 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
     `BEFORE`.
     """
+    if config.device == "auto" != device:
+        # Without a device, products of the CPU are refused when the configuration is read again.
+        config = config.model_copy(update={"device": device})
     eager = device == "cpu" and not config.compile.enabled
     operand = FORMATS[config.precision.operand]
     serves = {"onednn": eager, "brgemm": device == "cpu" and operand.by_blocks}

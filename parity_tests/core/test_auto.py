@@ -156,6 +156,8 @@ def test_what_is_settled_once_stays_on_any_machine(policy: str, monkeypatch: pyt
             monkeypatch.setattr(auto, "builds_bf16_products", lambda builds=builds: builds)
             assert settled(found, "cpu") == found
             assert RunConfig.model_validate(found.model_dump()) == found
+            without_device = settled(asked.model_copy(update={"device": "auto"}), "cpu")
+            assert RunConfig.model_validate(without_device.model_dump()) == without_device
 
 
 def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatch):

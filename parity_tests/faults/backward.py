@@ -13,7 +13,7 @@ from lockstep.parity_tests.faults.planting import backward, bf16, swapped
 from lockstep.torch_backend.attention import Mask
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Attention, Block, Embedding, Linear, RMSNorm, Rope, SwiGLU, Transformer
-from lockstep.torch_backend.precision import Policy, linear
+from lockstep.torch_backend.precision import Policy, head, linear
 from lockstep.torch_backend.session import TorchSession
 
 
@@ -54,30 +54,31 @@ class LogitsGradientZero(TorchBackend):
     session_class = swapped(Transformer, _ZeroNll)
 
 
-class _ChunkedHead(torch.autograd.Function):
-    """The logits of torch_backend/precision.py, with the weight's gradient summed in bf16 over eight chunks."""
+class _SummedInBf16(torch.autograd.Function):
+    """The identity of logits, which also gives the head's weight a gradient, summed in bf16 over eight chunks."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, operand: torch.dtype) -> Tensor:
-        x, weight = x_BSD.to(operand), weight_VD.to(operand)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.to(x_BSD.dtype), weight.to(x_BSD.dtype))
+    def forward(ctx: Any, logits_BSV: Tensor, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BSD)
+        ctx.shape = weight_VD.shape
+        return logits_BSV.view_as(logits_BSV)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        (x,) = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        total = torch.zeros_like(weight, dtype=torch.bfloat16)
+        total = torch.zeros(ctx.shape, dtype=torch.bfloat16, device=grad.device)
         for part, rows in zip(grad.flatten(0, -2).chunk(8), x.flatten(0, -2).chunk(8), strict=True):
             total = total + torch.mm(part.T, rows).bfloat16()
-        return torch.matmul(grad, weight).to(grads[0].dtype), total.to(grads[0].dtype), None
+        return grads[0], None, total.to(grads[0].dtype)
 
 
 class _ChunkedHeadModel(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         weight = self.tap("logits.weight", (self.lm_head or self.embed).weight)
-        logits: Tensor = _ChunkedHead.apply(x_BSD, weight, policy.operand)
-        return logits
+        logits = head(x_BSD, weight.detach(), policy)
+        summed: Tensor = _SummedInBf16.apply(logits, x_BSD.detach().to(policy.operand), weight)
+        return summed
 
 
 class HeadGradientSummedInBf16(TorchBackend):
@@ -102,7 +103,7 @@ class WeightCastCachedWithoutGradient(TorchBackend):
 class _HalfHead(Transformer):
     def logits(self, x_BSD: Tensor, policy: Policy) -> Tensor:
         weight = self.tap("logits.weight", (self.lm_head or self.embed).weight).detach()
-        return F.linear(x_BSD.to(policy.operand).to(policy.stream), weight.to(policy.operand).to(policy.stream))
+        return head(x_BSD, weight, policy)
 
 
 class HeadWithoutGradient(TorchBackend):
