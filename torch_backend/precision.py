@@ -105,12 +105,16 @@ def policy_of(config: RunConfig) -> Policy:
 
 
 def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
-    """Describe the products on the CPU for the table at start, where they are not those of torch's default."""
+    """Describe the products on the CPU for the table at start: their libraries, and roundings that torch adds."""
     told = {}
     if (library := _library(config)) == "onednn":
         told["FP32 products"] = "oneDNN"
-    elif library == "brgemm":
-        told["bf16 products with FP32 results"] = "oneDNN's block product"
+    operand = precision.FORMATS[config.precision.operand]
+    if device.type == "cpu" and operand.by_blocks and not config.precision.plan.rounds("logits"):
+        by_blocks = library == "brgemm"
+        told["bf16 products with FP32 results"] = (
+            "oneDNN's block product" if by_blocks else "from FP32 copies of their operands"
+        )
     if _is_slow(DTYPES[config.precision.operand], device):
         told[f"{config.precision.operand} products"] = "computed in FP32, then rounded"
     return told

@@ -112,7 +112,7 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     resolved on the CPU may be opened with others (`replay --device cuda`).
 
     chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
-    `BEFORE`.
+    `BEFORE`. For a block product that this machine lacks, copies stand.
     """
     if config.device == "auto" != device:
         # Without a device, products of the CPU are refused when the configuration is read again.
@@ -135,14 +135,20 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     if not uses or config.precision.cpu_products != "auto":
         return config
     library = chosen["precision.cpu_products"]
-    if operand.by_blocks and library != "brgemm":
-        # A run from before the block product recorded a library of FP32 operands, and multiplied copies. With `auto`
-        # left here, a session would choose by its own machine.
+    if operand.by_blocks and not (library == "brgemm" and builds_bf16_products()):
+        # Copies: the run is of another machine, or from before the block product, when it recorded a library of FP32
+        # operands. With `auto` left here, a session would choose by its own machine.
         library = "blas"
     if library == "brgemm" and not operand.by_blocks:
         # A branch in FP32 of a run in bf16.
         library = _library(config)
     return _with_products(config, library)
+
+
+def moved(config: RunConfig) -> RunConfig:
+    """Return a settled configuration of another machine, with `auto` for the block product if this one lacks it."""
+    lacks = config.precision.cpu_products == "brgemm" and not builds_bf16_products()
+    return _with_products(config, "auto") if lacks else config
 
 
 def _with_products(config: RunConfig, products: str) -> RunConfig:

@@ -171,6 +171,11 @@ def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatc
 
     assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "brgemm"]
     assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "onednn"]
+    # Opened on another machine, a run goes on with copies. A request by name stays, and a session refuses it.
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "blas"]
+    asked = run(precision__cpu_products="brgemm")
+    assert settled(asked, "cpu").precision.cpu_products == "brgemm"
 
 
 def test_on_cuda_it_stays():

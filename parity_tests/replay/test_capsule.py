@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lockstep.core.config import auto
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.capsule import other_versions, read_capsule, write_capsule
 from lockstep.core.parity.evidence.gather import gather
@@ -89,6 +90,17 @@ def test_which_token_ends_a_document_is_packed_and_the_same_sequences_are_looked
     assert found.batch.end_of_text == found.tapped.end_of_text == 0 and has_end_of_text(found.tapped)
     again = replay_capsule(found, backend(Gelu), JaxBackend())
     assert again.notes == () and again.check.to_json()["stages"] == judge(evidence, reference()).to_json()["stages"]
+
+
+def test_on_a_machine_without_its_products_it_is_made_with_copies(tmp_path, made, monkeypatch):
+    """A capsule has the library that its machine chose, perhaps oneDNN's block product."""
+    evidence, check = made
+    precision = CONFIG.precision.model_copy(update={"cpu_products": "brgemm"})
+    config = CONFIG.model_copy(update={"device": "cpu", "precision": precision})
+    packed = write_capsule(tmp_path, evidence, check, config, "torch", "jax", VERSIONS)
+    for builds, library in ((True, "brgemm"), (False, "blas")):
+        monkeypatch.setattr(auto, "builds_bf16_products", lambda builds=builds: builds)
+        assert read_capsule(packed).config.precision.cpu_products == library
 
 
 def test_its_step_is_judged_as_it_was(capsule, made):

@@ -102,14 +102,17 @@ def test_checkpointing_keeps_them():
     assert torch.ops.lockstep.product_by_fp32.default in PRODUCTS
 
 
+COPIES = {"bf16 products with FP32 results": "from FP32 copies of their operands"}
+
+
 @pytest.mark.parametrize(
     ("policy", "by_onednn", "device", "told"),
     [
-        ("bf16", False, CPU, {"bf16 products": "computed in FP32, then rounded"}),
-        ("bf16", True, CPU, {}),
+        ("bf16", False, CPU, {"bf16 products": "computed in FP32, then rounded", **COPIES}),
+        ("bf16", True, CPU, COPIES),
         ("bf16", False, CUDA, {}),
         ("fp16", True, CPU, {"fp16 products": "computed in FP32, then rounded"}),
-        ("fp8_tensorwise", False, CPU, {"bf16 products": "computed in FP32, then rounded"}),
+        ("fp8_tensorwise", False, CPU, {"bf16 products": "computed in FP32, then rounded", **COPIES}),
         ("fp32", False, CPU, {}),
         ("fp64", False, CPU, {}),
     ],
@@ -117,3 +120,10 @@ def test_checkpointing_keeps_them():
 def test_the_table_at_start_tells(policy, by_onednn, device, told, monkeypatch):
     monkeypatch.setattr(precision, "BF16_BY_ONEDNN", by_onednn)
     assert precision.products_in_force(tiny_config(policy), device) == told
+
+
+def test_without_fp32_logits_no_product_has_an_fp32_result(monkeypatch):
+    monkeypatch.setattr(precision, "BF16_BY_ONEDNN", True)
+    config = tiny_config("bf16")
+    config = config.model_copy(update={"precision": config.precision.model_copy(update={"casts": "logits=bf16"})})
+    assert precision.products_in_force(config, CPU) == {}

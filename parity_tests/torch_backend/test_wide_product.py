@@ -155,7 +155,8 @@ def test_auto(flags, compiler, policy, compiled, library, monkeypatch):
     made = settled(config, "cpu")
     assert made.precision.cpu_products == library
     told = products_in_force(made, torch.device("cpu")).get("bf16 products with FP32 results")
-    assert told == ("oneDNN's block product" if library == "brgemm" else None)
+    copies = "from FP32 copies of their operands" if library == "blas" and policy == "bf16" else None
+    assert told == ("oneDNN's block product" if library == "brgemm" else copies)
 
 
 def test_what_a_run_recorded_stays_in_force(monkeypatch):
@@ -165,6 +166,10 @@ def test_what_a_run_recorded_stays_in_force(monkeypatch):
     for before in ("onednn", "blas"):
         assert settled(config, "cpu", {"precision.cpu_products": before}).precision.cpu_products == "blas"
     assert settled(config, "cpu", {}).precision.cpu_products == "blas"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(auto, "builds_bf16_products", lambda: False)
+        made = settled(config, "cpu", {"precision.cpu_products": "brgemm"})
+        assert made.precision.cpu_products == "blas" and settled(made, "cpu") == made
     recorded = settled(config, "cpu", {"precision.cpu_products": "brgemm"})
     assert recorded.precision.cpu_products == "brgemm"
     # Opened elsewhere, or under another policy.

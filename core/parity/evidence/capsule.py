@@ -34,7 +34,7 @@ import numpy as np
 
 from lockstep.core.backend import Arrays, Batch, State, StepRecord
 from lockstep.core.checkpoint.format import folder_name, list_checkpoints, load_checkpoint, save_checkpoint
-from lockstep.core.config.auto import BEFORE, settled
+from lockstep.core.config.auto import BEFORE, moved, settled
 from lockstep.core.config.file import dump_config, load_config
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.errors import UserError
@@ -220,7 +220,7 @@ def read_capsule(path: Path) -> Capsule:
         raise UserError(f"{path / name} is not valid content of a capsule: {type(error).__name__}: {error}") from error
     config = load_config(path / CONFIG)
     # Earlier versions packed `auto` on the CPU without the value in force.
-    config = settled(config, config.device, BEFORE)
+    config = settled(moved(config), config.device, BEFORE)
     return Capsule(path, config, state, batch, tapped, bool(thorough), record, verdict, about, kept)
 
 
