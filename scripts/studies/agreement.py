@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import jax
 import torch
+import tyro
 
 from lockstep.core.config.file import load_config
 from lockstep.core.parity.measures.verdict import Check, overall
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import tyro
 
 from lockstep.core.config.auto import SHORT, WIDTHS
 from lockstep.core.config.file import load_config
@@ -156,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import torch
+import tyro
 from torch import Tensor
 
 from lockstep.core.train.process_memory import process_memory
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from lockstep.core.config.file import load_config
 from lockstep.core.plan import GPUS
 from lockstep.core.plan.memory import memory
@@ -52,5 +54,10 @@ def page(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page."""
     ROWS.with_suffix(".md").write_text(page(rows()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import tyro
+
 from lockstep.scripts.commands.museum import verdict
 from lockstep.scripts.museum.exhibit import Exhibit, exhibits
 from lockstep.scripts.museum.repro import repro_of
@@ -149,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(tyro.cli(main, description=__doc__))

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
+import tyro
 
 from lockstep.core.config.file import load_config
 from lockstep.core.parity.evidence.gather import gather
@@ -45,7 +45,12 @@ from lockstep.jax_backend.backend import JaxBackend
 from lockstep.scripts.studies.repository import ROOT
 from lockstep.torch_backend.backend import TorchBackend
 
-RECIPES = {"fp32/eager": ("fp32", "false"), "bf16/eager": ("bf16", "false"), "bf16/compiled": ("bf16", "true")}
+Recipe = Literal["fp32/eager", "bf16/eager", "bf16/compiled"]
+RECIPES: dict[Recipe, tuple[str, str]] = {
+    "fp32/eager": ("fp32", "false"),
+    "bf16/eager": ("bf16", "false"),
+    "bf16/compiled": ("bf16", "true"),
+}
 TRAINED_STEPS = 20
 SMALLEST, LARGEST = 1e-9, 1e3
 
@@ -85,7 +90,7 @@ class Kept(compare.Comparison):
         return found
 
 
-def comparisons(recipe: str) -> list[Comparison]:
+def comparisons(recipe: Recipe) -> list[Comparison]:
     """Return every local comparison of a checked step of the quickstart model, after some training."""
     policy, compiled = RECIPES[recipe]
     torch._dynamo.reset()
@@ -199,7 +204,7 @@ def percent(value: float) -> str:
     return "not found" if value == float("inf") else f"{100 * value:.2g} %"
 
 
-def section(recipe: str) -> list[str]:
+def section(recipe: Recipe) -> list[str]:
     """Return the table of one recipe."""
     groups: dict[str, list[Comparison]] = defaultdict(list)
     for one in comparisons(recipe):
@@ -221,8 +226,8 @@ def section(recipe: str) -> list[str]:
     return [*lines, ""]
 
 
-def main() -> None:
-    """Print the page of every recipe."""
+def main(recipes: Annotated[tuple[Recipe, ...], tyro.conf.Positional] = tuple(RECIPES)) -> None:
+    """Write the page of some recipes."""
     lines = [
         "# The smallest effect that one check finds",
         "",
@@ -241,10 +246,10 @@ def main() -> None:
         "to 16 ulp of FP32 at any precision: a scale error of 2e-6. Backward rows are errors inside the program.",
         "",
     ]
-    for recipe in sys.argv[1:] or RECIPES:
+    for recipe in recipes:
         lines += section(recipe)
     (ROOT / "docs/results/smallest_effect.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

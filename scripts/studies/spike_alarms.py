@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from lockstep.core.errors import UserError
 from lockstep.core.files.jsonl import read_lines
+from lockstep.core.run.layout import RECORDS, is_run
 from lockstep.core.train.spikes import WINDOW, SpikeDetector
 
 SIGMAS = (4.0, 5.0, 6.0)
@@ -21,24 +25,27 @@ def alarms(losses: list[tuple[int, float]], sigma: float) -> list[int]:
     return [step for step, loss in losses if detector.look(step, loss)]
 
 
-def main(argv: list[str]) -> int:
-    """Print the alarms of each run."""
+def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+    """Print the alarms of each run. Raises UserError without a run."""
+    if not runs:
+        raise UserError("name the runs to examine")
     looked, found = 0, dict.fromkeys(SIGMAS, 0)
-    for name in argv:
-        losses = [(line["step"], line["loss"]) for line in read_lines(Path(name) / "records.jsonl")]
+    for run in runs:
+        if not is_run(run):
+            raise UserError(f"{run} is not a run directory")
+        losses = [(line["step"], line["loss"]) for line in read_lines(run / RECORDS)]
         each = {sigma: alarms(losses, sigma) for sigma in SIGMAS}
         looked += max(0, len(losses) - WINDOW)
         for sigma, steps in each.items():
             found[sigma] += len(steps)
         print(
-            f"{name}: {len(losses)} steps; " + "; ".join(f"{s:g} sigma: {steps or 'none'}" for s, steps in each.items())
+            f"{run}: {len(losses)} steps; " + "; ".join(f"{s:g} sigma: {steps or 'none'}" for s, steps in each.items())
         )
     print(f"{looked} steps examined; " + ", ".join(f"{n} beyond {sigma:g} sigma" for sigma, n in found.items()))
-    return 0
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        tyro.cli(main, description=__doc__)
     except UserError as error:
         sys.exit(f"spike_alarms: {error}")
