@@ -86,6 +86,12 @@ def test_what_changes_no_bit_is_counted_apart() -> None:
     assert (score.equivalent, score.large.of, score.less.of) == (1, 0, 0)
 
 
+def test_a_program_that_is_traced_anew_changes_no_bit() -> None:
+    """The mutant begins to act in step 3, and rounds bf16 to bf16."""
+    row = bench("bf16", compiled=True).measured(Mutant.parse("blocks.1.attn.q:forward*narrow(bf16)@from-step-3"))
+    assert row.equivalent and not row.error
+
+
 def test_a_step_that_is_not_finite_ends_the_trainer() -> None:
     row = bench().row(Mutant.parse("total_weight:scalar*drop@always"))
     assert row.stopped and not row.survives and Score.of([row]).stopped == 1
