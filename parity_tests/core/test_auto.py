@@ -150,6 +150,7 @@ def test_what_is_settled_once_stays_on_any_machine(policy: str, monkeypatch: pyt
     """A session settles what a run or a capsule has settled by its record, which may be another policy's."""
     asked = run(precision__policy=policy, compile__enabled="false")
     for recorded in ("brgemm", "onednn", "blas"):
+        monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
         found = settled(asked, "cpu", {"precision.cpu_products": recorded})
         for maker, builds in (("AuthenticAMD", True), ("AuthenticAMD", False), ("GenuineIntel", False)):
             monkeypatch.setattr(auto, "vendor", lambda maker=maker: maker)
