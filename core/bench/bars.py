@@ -10,6 +10,8 @@ OURS, THEIRS = "#2b7bba", "#b9c0c7"
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 # In pixels: the picture's width, room for names to the left and for values to the right of the longest bar.
 _WIDTH, _NAMES, _VALUES = 820, 268, 168
+# Characters of a bold name for which there is room. Longer names are squeezed into it.
+_LONGEST = 40
 _BAR, _STEP, _TITLE, _GAP, _HEAD = 16, 23, 26, 16, 58
 
 
@@ -65,7 +67,8 @@ def _panel(panel: Panel, y: int) -> Iterator[str]:
 def _bar(bar: Bar, scale: float, y: int) -> Iterator[str]:
     middle, end = y + _BAR / 2, _NAMES + max(bar.value, bar.high or 0) * scale
     weight = " font-weight='bold'" if bar.ours else ""
-    yield f"<text x='{_NAMES - 8}' y='{y + 13}' text-anchor='end'{weight}>{escape(bar.name)}</text>"
+    squeezed = f" textLength='{_NAMES - 12}' lengthAdjust='spacingAndGlyphs'" if len(bar.name) > _LONGEST else ""
+    yield f"<text x='{_NAMES - 8}' y='{y + 13}' text-anchor='end'{weight}{squeezed}>{escape(bar.name)}</text>"
     wide = max(bar.value * scale, 1.0)
     colour = OURS if bar.ours else THEIRS
     yield f"<rect x='{_NAMES}' y='{y}' width='{wide:.1f}' height='{_BAR}' fill='{colour}'/>"

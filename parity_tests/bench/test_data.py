@@ -154,3 +154,8 @@ def test_bars_are_as_long_as_their_values():
     for wrong in ([], [Bar("a", 0.0, "")]):
         with pytest.raises(ValueError, match="panel"):
             picture("title", "below", [Panel("panel", wrong)])
+
+
+def test_a_long_name_is_squeezed_into_its_room():
+    drawn = [picture("title", "below", [Panel("panel", [Bar("a" * n, 1.0, "", ours=True)])]) for n in (40, 41)]
+    assert ["textLength" in one for one in drawn] == [False, True]

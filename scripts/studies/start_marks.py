@@ -22,8 +22,8 @@ PHASES = (
     "torch and backend imported",
     "model and optimizer",
     "run folder, tables, reference's process",
-    "the step's program, a micro-batch through it",
-    "the tapped program, a micro-batch through it",
+    "the step's program, a micro-batch",
+    "the tapped program, a micro-batch",
     "the step, its evidence, its record",
 )
 
