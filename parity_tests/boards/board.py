@@ -1,8 +1,8 @@
 """Write docs/results/faults.md, after running the rows of `lockstep faults` that are missing.
 
-python -m lockstep.parity_tests.boards.board            run the missing rows, then write the page
-python -m lockstep.parity_tests.boards.board --anew     delete all rows first (kept rows may be of older commits)
-python -m lockstep.parity_tests.boards.board --page     only write the page, from existing rows
+    python -m lockstep.parity_tests.boards.board            run the missing rows, then write the page
+    python -m lockstep.parity_tests.boards.board --anew     delete all rows first (kept rows may be of older commits)
+    python -m lockstep.parity_tests.boards.board --page     only write the page, from existing rows
 
 The rows are stored in docs/results/faults.json.
 """

@@ -40,6 +40,9 @@ NO_SUBJECT = re.compile(
     "Under|Until|When|Where|Whether|Which|While|Why|With|Without|X"
 )
 FIELD = re.compile("[a-z_]+:")
+MODULE = "python -m lockstep."
+# Environment variables may precede a command, and an explanation follows it.
+OF_ITS_OWN = re.compile(rf"    ([A-Z_]+=\S+ )*{re.escape(MODULE)}((?!{re.escape(MODULE)}).)*")
 # These files have the words and the planted sentences: this one, and the one that reads the pages.
 OWN = ("parity_tests/house/test_prose.py", "parity_tests/house/test_pages_prose.py")
 
@@ -110,6 +113,12 @@ def misbegun(source: str) -> list[tuple[int, str]]:
     return found
 
 
+def crowded(source: str) -> list[str]:
+    """Return the lines of a module's docstring in which a command does not begin an indented line of its own."""
+    text = re.sub("`[^`]*`", "", ast.get_docstring(parsed(source), clean=False) or "")
+    return [line for line in text.splitlines() if MODULE in line and not OF_ITS_OWN.fullmatch(line)]
+
+
 def sources(root: Path) -> Iterator[Path]:
     """Yield the Python files of the rooms, each once: links between rooms are left out."""
     for room in ROOMS:
@@ -135,6 +144,30 @@ def test_docstrings_begin_with_a_verb_or_state_a_thing() -> None:
         for line, words in misbegun(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(["begin with a verb of verbs.txt, or state what the class or property is:", *found])
+
+
+def test_commands_in_docstrings_of_modules_have_lines_of_their_own() -> None:
+    found = [
+        f"{path.relative_to(REPO)}: {line}"
+        for path in sources(REPO)
+        for line in crowded(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(["indent each command by four spaces, on a line of its own:", *found])
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("python -m lockstep.a", True),
+        ("    docs/a.md python -m lockstep.a --page", True),
+        ("    python -m lockstep.a    the rows python -m lockstep.a --page    the page", True),
+        ("    python -m lockstep.a    the rows", False),
+        ("    A=1 python -m lockstep.a", False),
+        ("Made by `python -m lockstep.a`.", False),
+    ],
+)
+def test_a_command_within_a_line_is_seen(line: str, wrong: bool) -> None:
+    assert bool(crowded(f'"""Study it.\n\n{line}\n"""\n')) == wrong
 
 
 @pytest.mark.parametrize(

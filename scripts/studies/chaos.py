@@ -1,8 +1,7 @@
 """Kill small runs by SIGKILL at random moments, and check that they survive: a hundred kills. Resumable.
 
-    python -m lockstep.scripts.studies.chaos --jobs 2             run the missing rounds, then write
-    docs/results/chaos.md python -m lockstep.scripts.studies.chaos --page               only write the page from the
-    finished rounds
+    python -m lockstep.scripts.studies.chaos --jobs 2    run the missing rounds, then write docs/results/chaos.md
+    python -m lockstep.scripts.studies.chaos --page      only write the page from the finished rounds
 
 A round starts or resumes `lockstep`, kills it at a random moment, and checks the files on the disk. Rounds follow each
 other on one run until it ends; then it is compared with a run that was never killed. The phase of a kill is read from

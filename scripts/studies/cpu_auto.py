@@ -1,6 +1,6 @@
 """Compare the choices of `auto` on the CPU: attention kernels by sequence length, and AdamW fused or not.
 
-python -m lockstep.scripts.studies.cpu_auto            docs/results/cpu_auto.json and .md
+    python -m lockstep.scripts.studies.cpu_auto            docs/results/cpu_auto.json and .md
 
 Contenders run the same steps in turns in one process, so that a slow machine slows all of them. A ratio is the median
 over rounds of the ratio of a round's two times.

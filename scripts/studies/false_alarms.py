@@ -1,8 +1,10 @@
 """The rate of false alarms: random models, random and trained weights, thousands of checks. Resumable.
 
-    python -m lockstep.scripts.studies.false_alarms --jobs 3    run the missing draws, write
-    docs/results/false_alarms.md python -m lockstep.scripts.studies.false_alarms "bf16, compiled"     that row alone
-    python -m lockstep.scripts.studies.false_alarms --page      only write the page from the finished draws
+    python -m lockstep.scripts.studies.false_alarms --jobs 3            the missing draws, then the page
+    python -m lockstep.scripts.studies.false_alarms "bf16, compiled"    that row alone
+    python -m lockstep.scripts.studies.false_alarms --page              the page alone, from the finished draws
+
+The page is docs/results/false_alarms.md.
 
 A check is one verdict on one step. Draws of shapes are separate from those of the calibration. Each finished draw is a
 line of docs/results/false_alarms.jsonl, so that an interrupted search continues where it stopped. Lines made with other

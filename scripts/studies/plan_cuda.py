@@ -1,6 +1,6 @@
 """Compare the plan's peak of CUDA memory with torch's CUDA allocator. Writes docs/results/plan_cuda.md.
 
-python -m lockstep.scripts.studies.plan_cuda            the page, from docs/results/plan_cuda.jsonl
+    python -m lockstep.scripts.studies.plan_cuda            the page, from docs/results/plan_cuda.jsonl
 
 The allocator's peaks were recorded on a machine without a GPU, under a stand-in for CUDA's runtime, driver and cuBLAS
 that launches nothing. The allocations are those of torch's own allocator, dispatcher and Inductor; nothing is computed.

@@ -1,6 +1,6 @@
 """Measure the smallest error that one check of one step finds, stage by stage. Writes docs/results/smallest_effect.md.
 
-python -m lockstep.scripts.studies.smallest_effect [RECIPE…]
+    python -m lockstep.scripts.studies.smallest_effect [RECIPE…]
 
 One honest step of the quickstart model after some training is recorded and judged. Then every local comparison is
 repeated with an error planted only in the candidate's tensor, and the error is shrunk until the check no longer finds

@@ -2,9 +2,9 @@
 
 Writes docs/results/sweep.md.
 
-python -m lockstep.scripts.studies.sweep            the missing sweeps, then the page
-python -m lockstep.scripts.studies.sweep --page-only  the page alone
-python -m lockstep.scripts.studies.sweep --pictures   pages of the sweeps in `folder`, in a headless Chromium
+    python -m lockstep.scripts.studies.sweep                 the missing sweeps, then the page
+    python -m lockstep.scripts.studies.sweep --page-only     the page alone
+    python -m lockstep.scripts.studies.sweep --pictures      pages of the sweeps in `folder`, in a headless Chromium
 """
 
 from __future__ import annotations

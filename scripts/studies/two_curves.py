@@ -1,6 +1,6 @@
 """Train two run files for some steps, the first with several seeds, and report whether their loss curves agree.
 
-python -m lockstep.scripts.studies.two_curves best_bf16.toml best_fp8.toml --steps 256 --seeds 3 --json curves.json
+    python -m lockstep.scripts.studies.two_curves best_bf16.toml best_fp8.toml --steps 256 --seeds 3 --json curves.json
 
 Runs in the JSON are not repeated: with --minutes it stops in time, and the next call continues. Ends 0 if the curves
 agree within the seed-to-seed spread, 1 if not, 2 if runs are still missing.
