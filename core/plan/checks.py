@@ -170,9 +170,10 @@ def over_budget(config: RunConfig, *, thorough: bool) -> list[str]:
     ):
         budget = getattr(config.parity, setting)
         if budget and needed > budget * GB:
-            enough = math.ceil(most / GB * 10) / 10
+            # Rounded up, so that a small amount is not shown as zero.
+            takes, enough = (math.ceil(amount / GB * 10) / 10 for amount in (needed, most))
             found.append(
-                f"a check of {config.name} takes up to {needed / GB:,.1f} GB {what}, "
+                f"a check of {config.name} takes up to {takes:,.1f} GB {what}, "
                 f"and parity.{setting} is {budget:g}: {enough:g} would do"
             )
     return found

@@ -105,7 +105,9 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     assert over_budget(config, thorough=True) == []
     assert over_budget(budgeted(config, disk_gb=1, memory_gb=2), thorough=True) == []
     (line,) = over_budget(budgeted(config, disk_gb=2, memory_gb=0.5), thorough=True)
-    assert line == ("a check of run takes up to 1.0 GB of host memory, and parity.memory_gb is 0.5: 1.1 would do")
+    assert line == ("a check of run takes up to 1.1 GB of host memory, and parity.memory_gb is 0.5: 1.1 would do")
+    (line,) = over_budget(budgeted(config, disk_gb=1e-4), thorough=True)
+    assert line == "a check of run takes up to 0.1 GB on the disk, and parity.disk_gb is 0.0001: 0.1 would do"
     assert over_budget(budgeted(config, disk_gb=2, memory_gb=1.1), thorough=True) == []
 
 

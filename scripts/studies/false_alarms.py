@@ -295,6 +295,7 @@ def _run_draw(job: tuple[str, int, int], config: RunConfig, ranks: Ranks) -> dic
         "checks": made,
         "comparisons": comparisons,
         "accused": accused,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "nearest": {link: round(strain, 2) for link, strain in sorted(nearest.items()) if strain > 0.5},
         "model": config.model.model_dump(),
         "train": config.train.model_dump(),
