@@ -1,8 +1,8 @@
 """Measure the figures of docs/guide/assert_honest.md; run by hand.
 
-    python -m lockstep.parity_tests.honest.many clean 12 [KIND …]    honest pairs on 12 seeds: false alarms
-    python -m lockstep.parity_tests.honest.many close                the verdicts of torch.testing.assert_close
-    python -m lockstep.parity_tests.honest.many effects              the smallest fault that is found
+python -m lockstep.parity_tests.honest.many clean 12 [KIND …]    honest pairs on 12 seeds: false alarms
+python -m lockstep.parity_tests.honest.many close                the verdicts of torch.testing.assert_close
+python -m lockstep.parity_tests.honest.many effects              the smallest fault that is found
 """
 
 from __future__ import annotations

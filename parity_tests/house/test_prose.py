@@ -42,7 +42,7 @@ NO_SUBJECT = re.compile(
 FIELD = re.compile("[a-z_]+:")
 MODULE = "python -m lockstep."
 # Environment variables may precede a command, and an explanation follows it.
-OF_ITS_OWN = re.compile(rf"    ([A-Z_]+=\S+ )*{re.escape(MODULE)}((?!{re.escape(MODULE)}).)*")
+OF_ITS_OWN = re.compile(rf"(?:    )?([A-Z_]+=\S+ )*{re.escape(MODULE)}((?!{re.escape(MODULE)}).)*")
 # These files have the words and the planted sentences: this one, and the one that reads the pages.
 OWN = ("parity_tests/house/test_prose.py", "parity_tests/house/test_pages_prose.py")
 
@@ -114,7 +114,7 @@ def misbegun(source: str) -> list[tuple[int, str]]:
 
 
 def crowded(source: str) -> list[str]:
-    """Return the lines of a module's docstring in which a command does not begin an indented line of its own."""
+    """Return the lines of a module's docstring in which a command does not begin a line of its own."""
     text = re.sub("`[^`]*`", "", ast.get_docstring(parsed(source), clean=False) or "")
     return [line for line in text.splitlines() if MODULE in line and not OF_ITS_OWN.fullmatch(line)]
 
@@ -152,13 +152,13 @@ def test_commands_in_docstrings_of_modules_have_lines_of_their_own() -> None:
         for path in sources(REPO)
         for line in crowded(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n".join(["indent each command by four spaces, on a line of its own:", *found])
+    assert not found, "\n".join(["write each command on a line of its own:", *found])
 
 
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
-        ("python -m lockstep.a", True),
+        ("python -m lockstep.a", False),
         ("    docs/a.md python -m lockstep.a --page", True),
         ("    python -m lockstep.a    the rows python -m lockstep.a --page    the page", True),
         ("    python -m lockstep.a    the rows", False),

@@ -1,6 +1,6 @@
 """Compare torch with JAX on the quickstart model, over precisions, programs and micro-batches. Writes agreement.md.
 
-    python -m lockstep.scripts.studies.agreement
+python -m lockstep.scripts.studies.agreement
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check the families with `lockstep parity`: eager and compiled, FP32 and bf16. Writes docs/results/families.md.
 
-    python -m lockstep.scripts.studies.families            the missing cells, then the page
-    python -m lockstep.scripts.studies.families --page     the page alone
-    python -m lockstep.scripts.studies.families --device cuda [--page]    on a GPU: families_cuda.jsonl and .md
+python -m lockstep.scripts.studies.families            the missing cells, then the page
+python -m lockstep.scripts.studies.families --page     the page alone
+python -m lockstep.scripts.studies.families --device cuda [--page]    on a GPU: families_cuda.jsonl and .md
 """
 
 from __future__ import annotations

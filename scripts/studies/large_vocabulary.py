@@ -1,6 +1,6 @@
 """Measure the chunked head at a vocabulary of 131,072: memory by tokens and chunk, and its errors. Writes a page.
 
-    python -m lockstep.scripts.studies.large_vocabulary            docs/results/large_vocabulary.md
+python -m lockstep.scripts.studies.large_vocabulary            docs/results/large_vocabulary.md
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """docs/results/real_bugs.md from the rows of `lockstep museum --all --json docs/results/real_bugs.jsonl`.
 
-    python -m lockstep.scripts.studies.real_bugs
+python -m lockstep.scripts.studies.real_bugs
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count false alarms of loss spikes over all steps of clean runs.
 
-    python -m lockstep.scripts.studies.spike_alarms RUN…            one line per run, then the sum at 4, 5 and 6 sigma
+python -m lockstep.scripts.studies.spike_alarms RUN…            one line per run, then the sum at 4, 5 and 6 sigma
 """
 
 from __future__ import annotations
