@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from lockstep.core.backend import Backend
+from lockstep.core.collector import importing
 from lockstep.core.errors import UserError
 from lockstep.core.files.paths import path_problem
 
@@ -23,7 +24,8 @@ def load_backend(spec: str) -> Backend:
     if not place.endswith(".py") and not all(map(str.isidentifier, place.split("."))):
         raise UserError(f"{spec!r} names no backend: {place!r} is no module's name, and no FILE.py")
     try:
-        module = module_from_file(place) if place.endswith(".py") else _from_module(place)
+        with importing():
+            module = module_from_file(place) if place.endswith(".py") else _from_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # foreign code: it must not end the check as if all were well

@@ -22,6 +22,7 @@ from lockstep.torch_backend.ranks.sharded_tensors import (
 )
 from lockstep.torch_backend.ranks.sharing import Sharing
 from lockstep.torch_backend.switches import INDUCTOR, Switches
+from lockstep.torch_backend.tools import compile_ahead
 from lockstep.torch_backend.tools.compile_time import COMPILE_TIME
 from lockstep.torch_backend.tools.nvtx import Trace
 from lockstep.torch_backend.tools.sketch import (
@@ -112,6 +113,7 @@ class Programs:
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         options: Any = None
         if config.backend == "inductor":
+            compile_ahead.begin()
             # By default Inductor removes a cast to bf16 and back inside a fusion, which would remove the rounding of
             # the head's operands.
             options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch._inductor import codecache, cpu_vec_isa
 
 from lockstep.core.backend import Batch
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
@@ -13,6 +20,8 @@ from lockstep.core.sinks.phrases import metric_lines
 from lockstep.core.train.metrics import RECOMPILED
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.tools import compile_ahead
+from lockstep.torch_backend.tools.compile_time import COMPILE_TIME
 
 CONFIG = tiny_config("bf16", compiled=True, layers=1, train={"sequence_length": 32})
 # Each with the number of programs of a step. Blocks share one, and the head has another.
@@ -47,6 +56,37 @@ def test_each_program_is_compiled_once(graphs, scope, programs):
         session.gradients(text_batch(CONFIG))
     assert graphs() == programs
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pythons_collector_is_off_while_a_program_is_compiled_and_no_longer(graphs, fails):
+    found = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        found.append(gc.isenabled())
+        if fails:
+            raise ValueError
+        return module.forward
+
+    COMPILE_TIME.count()
+    program = torch.compile(torch.sin, backend=backend, fullgraph=True)
+    with pytest.raises(BackendCompilerFailed) if fails else nullcontext():
+        program(torch.ones(2))
+    assert found == [False]
+    assert gc.isenabled()
+
+
+def test_what_the_compiler_determines_once_a_process_is_begun_with_a_session(monkeypatch):
+    asked = []
+    monkeypatch.setattr(codecache.torch_key, "prefetch", lambda: asked.append("torch_key"), raising=False)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: asked.append("instructions"))
+    compile_ahead.begin.cache_clear()
+    config = CONFIG.model_copy(update={"compile": CONFIG.compile.model_copy(update={"backend": "inductor"})})
+    TorchBackend().open(config)
+    for thread in threading.enumerate():
+        if thread.name == compile_ahead.THREAD:
+            thread.join()
+    assert sorted(asked) == ["instructions", "torch_key"]
 
 
 @pytest.mark.parametrize("scope, programs", SCOPES)
