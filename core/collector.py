@@ -7,27 +7,23 @@ so it searches all of them again and again.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-# More modules than these are torch or JAX, at the start of a command. Fewer may be loaded at any time, when objects
-# that end before the process exist.
-MANY = 100
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules while the collector is off. If many were loaded, it leaves out all present objects from then on.
+    """Import modules while the collector is off. After the first import it leaves out all objects that exist then.
 
-    They are not frozen after a small import: a session in a cycle would never be freed.
+    Objects that exist at later imports are not left out: a session refers to itself, so without the collector its
+    memory would never be freed.
     """
-    pause, loaded = Pause(), len(sys.modules)
+    pause = Pause()
     pause.begin()
     try:
         yield
     finally:
-        if len(sys.modules) - loaded > MANY:
+        if not gc.get_freeze_count():
             gc.freeze()
         pause.end()
 
