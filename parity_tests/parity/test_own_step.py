@@ -17,7 +17,7 @@ from lockstep.core.parity.evidence.loss_weights import reweighted_batches, uneve
 from lockstep.core.parity.evidence.saved import open_evidence, save_evidence
 from lockstep.core.parity.evidence.store import FolderStore
 from lockstep.core.parity.judge.judge import judge
-from lockstep.core.parity.judge.own_step import OWN, part_repeated
+from lockstep.core.parity.judge.own_step import OWN, findings, part_repeated, under_other_weights
 from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend
@@ -74,13 +74,13 @@ def test_an_honest_step_is_the_same_with_other_weights(compiled, policy, micros)
     evidence, check = checked(TorchBackend().open(config), config)
     assert check.verdict == "agreed" and len(evidence.reweighted) == 2
     assert all(one.keys() == {f"gradient/{n}" for n in parameter_shapes(config.model)} for one in evidence.reweighted)
-    of_nll, of_gradients = under_other_weights(check)
+    of_nll, of_gradients = of_other_weights(check)
     assert of_nll.worst.value == 0
     assert len(of_gradients) == len(evidence.reweighted[0])
     assert max(found.worst.strain for found in of_gradients) < 0.1
 
 
-def under_other_weights(check):
+def of_other_weights(check):
     of_nll = [found for found in of_own(check, "nll") if found.worst.name == "unequal"]
     return of_nll[0], [found for found in of_own(check, "gradients") if found.measures[0].name == "relative_error"]
 
@@ -124,6 +124,26 @@ def test_a_rounding_that_falls_otherwise_for_one_token_is_no_fault(wrong):
         replace(evidence, reweighted=(*moved, *evidence.reweighted[wrong:])), Reference.open(JaxBackend(), FOUR)
     )
     assert (check.verdict == "agreed") == (wrong == 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "agrees"), [("fp32", 4e-3, True), ("fp32", 1e-4, False), ("bf16", 4e-3, False)]
+)
+def test_gradients_whose_terms_cancel_differ_in_fp32_by_as_much_as_their_errors(policy, error, agrees):
+    config = tiny_config(policy, train={"batch_size": 8})
+    evidence, _ = checked(TorchBackend().open(config), config)
+    reference, name = Reference.open(JaxBackend(), config), f"gradient/{next(iter(parameter_shapes(config.model)))}"
+    moved = [one | {name: replace(one[name], sketch=1.003 * one[name].sketch)} for one in evidence.reweighted]
+    _, _, repeated = findings(evidence, reference, [])
+    assert repeated is not None
+    twin = replace(repeated.truth[name], sketch=(1 + error) * repeated.truth[name].sketch)
+    repeated = replace(repeated, twin={**repeated.twin, name: twin})
+    found = [
+        one.ok
+        for one in under_other_weights(replace(evidence, reweighted=tuple(moved)), reference, repeated)
+        if one.stage == "gradients" and f"gradient/{one.tap}" == name
+    ]
+    assert found == [agrees]
 
 
 def test_a_micro_batch_without_any_weight_is_no_fault():
