@@ -10,7 +10,7 @@ import torch
 
 from lockstep.core.backend import Backend, Batch, StepRecord
 from lockstep.core.config.schema import RunConfig
-from lockstep.core.parity.evidence import in_a_row
+from lockstep.core.parity.evidence import in_a_row, recorded
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.judge import judge as judging
 from lockstep.core.parity.judge.judge import judge
@@ -60,6 +60,15 @@ def test_what_lies_outside_the_state_is_found_in_the_first_step(fault: type[Torc
     origin = check(fault(), tiny_config()).origin
     assert origin is not None
     assert (origin.stage, origin.tap) == FOUND[fault]
+
+
+def test_a_check_during_training_names_the_steps_that_it_does_not_make() -> None:
+    config = tiny_config()
+    batch = text_batch(config)
+    evidence = gather(outside.FartherWhenNotShown().open(config), config, batch, recorded.probe_of(batch, config))
+    during_training = judge(evidence, sound_reference(JaxBackend(), config))
+    assert during_training.verdict == "agreed"
+    assert any("gradients are not shown" in reason for reason in during_training.not_covered)
 
 
 def test_parameters_that_are_left_frozen_are_named() -> None:

@@ -131,6 +131,7 @@ def _try_checkpoint(found: Gathering) -> None:
 def _name_left_out(found: Gathering) -> None:
     """List the parts that a check during training leaves out."""
     found.missing.append("the checkpoint's round trip: a check during training does not load a state")
+    found.missing.append("steps in a row, and one whose gradients are not shown: only `lockstep parity` makes them")
     found.missing.append("sampling: `lockstep parity` checks it, a check during training does not")
     found.missing.append("attention logits: `lockstep parity` checks them, a check during training does not")
     if found.config.train.accumulation > 1:
