@@ -99,10 +99,14 @@ class Folder:
         return process.returncode, out, error
 
     def wait(self, process: subprocess.Popen[str], name: str, records: int) -> None:
-        """Wait until the run has `records` records. Fail if the process ends first, or after 60 s."""
-        deadline = time.monotonic() + 60
+        """Wait until the run has `records` records. Fail if the process ends first, or after five minutes.
+
+        From an empty cache, Inductor took 50 to 70 s on two cores without AVX-512.
+        """
+        deadline = time.monotonic() + 300
         while len(self.records(name)) < records:
             if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
                 raise AssertionError(f"no {records} records: {process.communicate(timeout=5)}")
             time.sleep(0.02)
 
