@@ -1,7 +1,7 @@
-"""Python's collector, which searches for cycles of objects that nothing else refers to: off where nearly all stay.
+"""Pauses of Python's garbage collector: it is off during imports and compilations.
 
-Imports and compilations create hundreds of thousands of objects and free next to none. Python counts new objects, and
-so it searches all of them again and again.
+Both create hundreds of thousands of objects and free next to none. The collector starts whenever enough objects are
+new, and it searches all objects, again and again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules while the collector is off. After the first import it leaves out all objects that exist then.
+    """Import modules while the collector is off. After the first import, it ignores all objects that exist by then.
 
-    Objects that exist at later imports are not left out: a session refers to itself, so without the collector its
-    memory would never be freed.
+    Objects that exist at a later import are not ignored. A session may be one of them: it refers to itself, so only the
+    collector frees its memory.
     """
     pause = Pause()
     pause.begin()

@@ -113,7 +113,7 @@ class Programs:
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         options: Any = None
         if config.backend == "inductor":
-            compile_ahead.begin()
+            compile_ahead.begin(self.device.type)
             # By default Inductor removes a cast to bf16 and back inside a fusion, which would remove the rounding of
             # the head's operands.
             options = {"emulate_precision_casts": True, **INDUCTOR, **torch._inductor.list_mode_options(config.mode)}

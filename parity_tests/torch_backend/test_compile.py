@@ -76,7 +76,7 @@ def test_pythons_collector_is_off_while_a_program_is_compiled_and_no_longer(grap
     assert gc.isenabled()
 
 
-def test_what_the_compiler_determines_once_a_process_is_begun_with_a_session(monkeypatch):
+def test_results_that_the_compiler_needs_once_a_process_are_computed_when_a_session_opens(monkeypatch):
     asked = []
     monkeypatch.setattr(codecache.torch_key, "prefetch", lambda: asked.append("torch_key"), raising=False)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: asked.append("instructions"))
@@ -87,6 +87,9 @@ def test_what_the_compiler_determines_once_a_process_is_begun_with_a_session(mon
         if thread.name == compile_ahead.THREAD:
             thread.join()
     assert sorted(asked) == ["instructions", "torch_key"]
+    asked.clear()
+    compile_ahead.begin("cuda")
+    assert asked == ["torch_key"]
 
 
 @pytest.mark.parametrize("scope, programs", SCOPES)

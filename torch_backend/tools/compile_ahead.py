@@ -1,7 +1,7 @@
 """Results that torch.compile needs once a process, computed in threads before the first compilation.
 
-torch starts a process that loads a library with the CPU's vector instructions (0.6 to 0.8 s), and hashes its own
-sources for the keys of its caches (0.2 to 0.3 s). The first compilation would wait for both.
+For programs of the CPU torch starts a process that loads a library with the CPU's vector instructions (0.6 to 0.8 s).
+For the keys of its caches it hashes its own sources (0.2 to 0.3 s). The first compilation would wait for both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ THREAD = "vector instructions"
 
 
 @cache
-def begin() -> None:
-    """Begin both computations, once a process. An error is raised by the compilation that needs the result."""
+def begin(device: str) -> None:
+    """Begin the computations that programs of `device` (`cpu`, `cuda`) need. A second call does nothing.
+
+    An error is raised by the compilation that needs the result.
+    """
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401  a thread should not import modules
 
     def instructions() -> None:
         with suppress(Exception):
             cpu_vec_isa.valid_vec_isa_list()
 
-    threading.Thread(target=instructions, name=THREAD, daemon=True).start()
+    if device == "cpu":
+        threading.Thread(target=instructions, name=THREAD, daemon=True).start()
     # torch 2.11 hashes when it needs the key.
     if hasattr(codecache.torch_key, "prefetch"):
         codecache.torch_key.prefetch()

@@ -1,6 +1,6 @@
 """The time that torch.compile takes in this process: tracing, compiling, reading cached programs, CUDA graphs.
 
-Python's collector is off meanwhile: a tenth of the time of a warm start were searches of all objects.
+Python's garbage collector is off meanwhile (core/collector.py).
 """
 
 from __future__ import annotations

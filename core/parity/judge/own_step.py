@@ -192,11 +192,12 @@ def under_other_weights(evidence: Evidence, reference: Reference, repeated: Repe
             continue
         if theirs.nonfinite and all(one.nonfinite for one in alike):
             continue  # both overflow in the same way
-        most = least
+        most, basis = least, "a fraction of a roundoff"
         if repeated is not None and config.precision.chosen.in_fp32:
             error, margin = _honest_error(parameter, reference, repeated)
-            most = max(least, margin * math.sqrt(2) * error)
-        apart = min((_apart(theirs, one, most) for one in alike), key=lambda measure: measure.value)
+            if (both := margin * math.sqrt(2) * error) > least:
+                most, basis = both, f"{margin:.2g}·√2 of the twin's error {error:.1e}, as any rounding may change"
+        apart = min((_apart(theirs, one, most, basis) for one in alike), key=lambda measure: measure.value)
         yield finding("gradients", parameter, "end_to_end", (apart,), theirs.size, phase="backward")
 
 
@@ -229,13 +230,12 @@ def _some_roundings(evidence: Evidence, config: RunConfig) -> float:
     return FORMATS[config.precision.operand].roundoff / ROUNDINGS
 
 
-def _apart(one: Observation, other: Observation, most: float) -> Measure:
-    """Measure the relative distance of two gradients, with the bound `most`."""
+def _apart(one: Observation, other: Observation, most: float, basis: str) -> Measure:
+    """Measure the relative distance of two gradients, with the bound `most` and its basis."""
     apart = one.sketch.astype(np.float64) - other.sketch.astype(np.float64)
     length = float(np.linalg.norm(one.sketch.astype(np.float64)))
     distance = float(np.linalg.norm(apart)) / length if length else float(np.linalg.norm(apart))
-    basis = "the same gradient with loss weights twice as large, but one by an ulp: a fraction of a roundoff"
-    basis += "; in FP32 also √2 of the twin's error"
+    basis = f"the same gradient with loss weights twice as large, but one by an ulp: {basis}"
     return Measure("relative_error", distance, None, most, basis)
 
 
