@@ -311,5 +311,20 @@ def by_onednn(left: Tensor, right: Tensor) -> Tensor:
     MKL, torch's BLAS on x86, uses no more than AVX2 on processors that are not made by Intel. oneDNN uses AVX-512 on
     every processor that has it.
     """
+    made: Tensor = torch.ops.lockstep.product_by_onednn.default(left, right)
+    return made
+
+
+# An operation of its own: Inductor would copy transposed operands, which oneDNN reads as they are.
+torch.library.define("lockstep::product_by_onednn", "(Tensor left, Tensor right) -> Tensor")
+
+
+@torch.library.impl("lockstep::product_by_onednn", "CPU")
+def _product_by_onednn(left: Tensor, right: Tensor) -> Tensor:
     made: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
     return made
+
+
+@torch.library.register_fake("lockstep::product_by_onednn")
+def _shape_by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])

@@ -35,7 +35,7 @@ COMPARED = 8
 class Contender:
     """A contender of the race.
 
-    program: module:function. settings: over the row's. only: the row it is for, on the CPU. needs: packages to import.
+    program: module:function. settings: over the row's. only: the rows it is for, on the CPU. needs: packages to import.
     extra: what installs them.
     """
 
@@ -44,7 +44,7 @@ class Contender:
     program: str
     ours: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    only: str = ""
+    only: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     extra: str = ""
 
@@ -59,7 +59,7 @@ CONTENDERS = (
         LOCKSTEP,
         ours=True,
         settings={"precision.cpu_products": "blas"},
-        only="fp32-eager",
+        only=("fp32-eager", "fp32-compiled"),
     ),
     Contender("nanogpt", "a loop in the manner of nanoGPT", "lockstep.torch_backend.tools.peers.nanogpt:run"),
     Contender(
@@ -89,8 +89,8 @@ ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 
 
 def taking_part(row: str, device: str, contenders: Sequence[Contender] = CONTENDERS) -> list[Contender]:
-    """Return the contenders of a row: the library of FP32 products is a choice in eager mode on the CPU alone."""
-    return [one for one in contenders if not one.only or (one.only == row and device == "cpu")]
+    """Return the contenders of a row: the library of FP32 products is a choice on the CPU alone."""
+    return [one for one in contenders if not one.only or (row in one.only and device == "cpu")]
 
 
 def check_comparable(config: RunConfig) -> None:

@@ -17,8 +17,8 @@ Neither condition depends on the micro-batch, so its size changes only the memor
 
 AdamW is torch's fused kernel if torch has one.
 
-Eager FP32 products use oneDNN on x86 processors that are not made by Intel, because MKL uses only AVX2 on them, and
-BLAS on others (measured on AMD's and Intel's: docs/guide/levers.md).
+FP32 products use oneDNN on x86 processors that are not made by Intel, because MKL uses only AVX2 on them, and BLAS on
+others (measured on AMD's and Intel's: docs/guide/levers.md).
 
 Products of bf16 operands with an FP32 result, those of the head, use oneDNN's block product on x86 processors with bf16
 instructions, if there is a C++ compiler to build it; else they are computed from FP32 copies of the operands.
@@ -48,12 +48,19 @@ BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
+# The key of the library of FP32 products in a compiled program, which was BLAS before run.json recorded it.
+PRODUCTS, COMPILED_PRODUCTS = "precision.cpu_products", "precision.cpu_products, compiled"
 # The meaning of `auto` in runs from before run.json recorded it.
-BEFORE: Mapping[str, Any] = {"attention.kernel": "flash", "optim.fused": False, "precision.cpu_products": "onednn"}
+BEFORE: Mapping[str, Any] = {
+    "attention.kernel": "flash",
+    "optim.fused": False,
+    PRODUCTS: "onednn",
+    COMPILED_PRODUCTS: "blas",
+}
 
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, library of products."""
+    """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
     length = config.train.longest
     small = length <= WIDTHS * config.model.head_dim
     slow_flash = length < SHORT or not multiplies_bf16()
@@ -62,7 +69,8 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
         # Only `math` supports capped scores.
         "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
         "optim.fused": True,
-        "precision.cpu_products": _library(config),
+        PRODUCTS: _library(config),
+        COMPILED_PRODUCTS: _library(config),
     }
 
 
@@ -108,8 +116,8 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
 
     On other devices than the CPU, only oneDNN's products change.
 
-    A library that does not serve the device, the program or the policy becomes `auto` again: a configuration that was
-    resolved on the CPU may be opened with others (`replay --device cuda`).
+    A library that does not serve the device or the policy becomes `auto` again: a configuration that was resolved on
+    the CPU may be opened with others (`replay --device cuda`).
 
     chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
     `BEFORE`. For a block product that this machine lacks, copies stand.
@@ -117,9 +125,8 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     if config.device == "auto" != device:
         # Without a device, products of the CPU are refused when the configuration is read again.
         config = config.model_copy(update={"device": device})
-    eager = device == "cpu" and not config.compile.enabled
     operand = FORMATS[config.precision.operand]
-    serves = {"onednn": eager, "brgemm": device == "cpu" and operand.by_blocks}
+    serves = {"onednn": device == "cpu", "brgemm": device == "cpu" and operand.by_blocks}
     if not serves.get(config.precision.cpu_products, True):
         config = _with_products(config, "auto")
     if device != "cpu":
@@ -131,10 +138,11 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     config = config.model_copy(update=changes) if changes else config
-    uses = operand.by_blocks or (operand.bytes == 4 and eager)
+    uses = operand.by_blocks or operand.bytes == 4
     if not uses or config.precision.cpu_products != "auto":
         return config
-    library = chosen["precision.cpu_products"]
+    of_fp32_program = COMPILED_PRODUCTS if config.compile.enabled else PRODUCTS
+    library = chosen[PRODUCTS if operand.by_blocks else of_fp32_program]
     if operand.by_blocks and not (library == "brgemm" and builds_bf16_products()):
         # Copies: the run is of another machine, or from before the block product, when it recorded a library of FP32
         # operands. With `auto` left here, a session would choose by its own machine.

@@ -188,9 +188,9 @@ def _groups_have_a_twin(grouped: str, device: str) -> str | None:
     return None
 
 
-def _onednn_is_for_eager(products: str, device: str, enabled: bool) -> str | None:
-    if products == "onednn" and (device != "cpu" or enabled):
-        return "oneDNN is for products of eager runs on the CPU: set device = cpu and compile.enabled = false"
+def _onednn_is_for_the_cpu(products: str, device: str) -> str | None:
+    if products == "onednn" and device != "cpu":
+        return "oneDNN is for products on the CPU: set device = cpu"
     return None
 
 
@@ -284,7 +284,7 @@ RULES = (
     Rule(("loss.head", "compile.enabled", "compile.scope"), _head_suits_program),
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
     Rule(("optim.fused", "optim.name", "precision.policy"), _fused_can_be),
-    Rule(("precision.cpu_products", "device", "compile.enabled"), _onednn_is_for_eager),
+    Rule(("precision.cpu_products", "device"), _onednn_is_for_the_cpu),
     Rule(("precision.cpu_products", "device", "precision.policy"), _blocks_are_of_bf16),
     Rule(("attention.grouped", "device"), _groups_have_a_twin),
     Rule(("precision.casts", "precision.policy"), _casts_suit_policy),

@@ -183,15 +183,27 @@ def test_on_cuda_it_stays():
     assert settled(run(), "cuda") == run()
 
 
-@pytest.mark.parametrize(("device", "compiled"), [("cuda", False), ("cpu", True), ("cuda", True)])
-def test_products_of_eager_runs_do_not_go_elsewhere(device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    """An eager FP32 configuration that was settled on the CPU (a capsule's) is opened on CUDA, or compiled."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_of_the_cpu_do_not_go_elsewhere(compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """An FP32 configuration that was settled on the CPU (a capsule's) is opened on CUDA, or with another program."""
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
-    asked = run(precision__policy="fp32", compile__enabled="false", attention__kernel="math", optim__fused="true")
+    asked = run(precision__policy="fp32", compile__enabled=compiled, attention__kernel="math", optim__fused="true")
     found = settled(asked, "cpu")
     assert (found.precision.cpu_products, found.precision.policy) == ("onednn", "fp32")
-    moved = {"device": device, "compile": found.compile.model_copy(update={"enabled": compiled})}
-    assert settled(found.model_copy(update=moved), device) == asked.model_copy(update=moved)
+    other = {"compile": found.compile.model_copy(update={"enabled": not compiled})}
+    assert settled(found.model_copy(update=other), "cpu") == found.model_copy(update=other)
+    moved = {**other, "device": "cuda"}
+    assert settled(found.model_copy(update=moved), "cuda") == asked.model_copy(update=moved)
+
+
+def test_a_compiled_run_goes_on_with_the_products_that_it_had(monkeypatch: pytest.MonkeyPatch):
+    """Programs of FP32 had torch's BLAS before run.json recorded their library; eager steps had oneDNN."""
+    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+    for compiled, had in ((True, "blas"), (False, "onednn")):
+        asked = run(precision__policy="fp32", compile__enabled=compiled)
+        for recorded in ({}, {"precision.cpu_products": "onednn"}):
+            assert settled(asked, "cpu", recorded).precision.cpu_products == had
+        assert settled(asked, "cpu", on_cpu(asked)).precision.cpu_products == "onednn"
 
 
 @pytest.mark.parametrize(("policy", "fused"), [("fp32", "auto"), ("fp64", True)])

@@ -246,10 +246,7 @@ BROKEN = {
         {"optim.decay_share": "0.2"},
         {"optim.schedule": "linear", "optim.decay_shape": "linear"},
     ],
-    ("precision.cpu_products", "device", "compile.enabled"): [
-        {"precision.cpu_products": "onednn", "device": "cpu"},
-        {"precision.cpu_products": "onednn", "compile.enabled": "false"},
-    ],
+    ("precision.cpu_products", "device"): [{"precision.cpu_products": "onednn", "device": "cuda"}],
     ("precision.cpu_products", "device", "precision.policy"): [
         {"precision.cpu_products": "brgemm", "device": "cpu", "precision.policy": "fp32"},
         {"precision.cpu_products": "brgemm", "device": "cuda"},

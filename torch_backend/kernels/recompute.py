@@ -52,6 +52,7 @@ PRODUCTS = frozenset(
         torch.ops.aten.bmm.default,
         torch.ops.aten._scaled_mm.default,
         torch.ops.lockstep.product_by_fp32.default,
+        torch.ops.lockstep.product_by_onednn.default,
         torch.ops.lockstep.wide_product.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -59,9 +60,6 @@ PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-if torch.backends.mkldnn.is_available():
-    # FP32 products on the CPU (torch_backend/precision.py, `by_onednn`).
-    PRODUCTS |= {torch.ops.mkldnn._linear_pointwise.default}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
