@@ -5,7 +5,8 @@ torch (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) computes scores in FP3
 (FlashAttention-2, Dao 2023, algorithm 2) recomputes P = exp(score − logsumexp), rounds P and dS to bf16 before their
 products, and takes Δ = Σ dO ⊙ O in FP32 from the rounded O. It processes blocks of queries and of keys, and adds each
 block's part to gradients that are *stored in bf16*: over 16 blocks of 64 queries that alone makes the errors of the
-gradients of k and v 1.9 times as large. CUDA kernels accumulate in FP32.
+gradients of k and v 1.9 times as large. CUDA kernels accumulate in FP32, and so does Lockstep's on the CPU
+(torch_backend/kernels/block_attention.py).
 
 Under a document mask torch's CPU call runs the same kernel; masked positions add zeros. Its `math` kernel
 computes in FP32 from bf16 operands and rounds its results, forward and backward; where it handles grouped

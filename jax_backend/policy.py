@@ -18,7 +18,7 @@ from jax import Array
 from lockstep.core.components.cast_plan import LOCKSTEP, CastPlan
 from lockstep.jax_backend.kernels.formats import Format, rounded
 
-Kernel = Literal["cpu", "cuda", "math"]
+Kernel = Literal["cpu", "cuda", "wide", "math"]
 Times = Callable[[Array, Array], Array]
 
 
@@ -28,8 +28,9 @@ class Policy:
 
     stream: dtype of every array. operand: format of matrix operands, or None. narrow_output: and of their products.
 
-    kernel: whose roundings attention follows: torch's fused kernels on the CPU or on CUDA, or `math`
-            (jax_backend/attention.py). casts: what else is rounded to the operand format.
+    kernel: whose roundings attention follows: torch's fused kernels on the CPU or on CUDA, Lockstep's on the CPU with
+            gradients summed in FP32 (`wide`), or `math` (jax_backend/attention.py).
+    casts:  what else is rounded to the operand format.
     """
 
     name: str

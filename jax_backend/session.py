@@ -48,6 +48,7 @@ Names = frozenset[str]
 KERNELS: dict[Kernel, str] = {
     "cpu": "torch's flash kernel on the CPU",
     "cuda": "the fused kernels on CUDA",
+    "wide": "Lockstep's kernel on the CPU",
     "math": "torch's math kernel",
 }
 NARROW = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -469,7 +470,9 @@ def device_of(config: RunConfig) -> Literal["cpu", "cuda"]:
 def kernel_followed(config: RunConfig) -> Kernel:
     """Return the attention kernel whose roundings the twin follows."""
     kernel = settled(config, device_of(config)).attention.chosen
-    return "math" if kernel.written_out or config.model.attention_cap else device_of(config)
+    if kernel.written_out or config.model.attention_cap:
+        return "math"
+    return "wide" if kernel.wide_sums else device_of(config)
 
 
 def summed(terms: Terms) -> Tree:

@@ -1,9 +1,9 @@
 """Attention kernels and attention masks. Twin: jax_backend/attention.py, which computes the formula step by step.
 
-On the CPU, `auto` is `math` or `flash`; a session chooses one when it opens (core/config/auto.py). On CUDA, `auto` is
-the first of cuDNN, flash, memory-efficient and math attention that can run. Any other name selects that kernel, or is
-an error (`check_kernel`). One exception: `evaluate` may compute under another precision than the run's. If the kernel
-does not support that dtype, `auto` replaces it.
+On the CPU, `auto` is `flash_brgemm`, `math` or `flash`; a session chooses one when it opens (core/config/auto.py). On
+CUDA, `auto` is the first of cuDNN, flash, memory-efficient and math attention that can run. Any other name selects that
+kernel, or is an error (`check_kernel`). One exception: `evaluate` may compute under another precision than the run's.
+If the kernel does not support that dtype, `auto` replaces it.
 
 A dense mask separates documents. With `flex`, FlexAttention's block mask does (Dong et al. 2024).
 """
@@ -30,8 +30,10 @@ from lockstep.core.components.attention_kernels import (
     HOPPER,
     AttentionKernel,
 )
+from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import AttentionConfig, RunConfig
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.kernels import block_attention
 from lockstep.torch_backend.precision import DTYPES
 
 Mask = Tensor | BlockMask  # (B, 1, S, S) bool, or FlexAttention's blocks
@@ -131,6 +133,10 @@ class Kernel:
         assert mask is None or isinstance(mask, Tensor)
         if self.name == "fa3" and q_BHSE.dtype in LOW:
             return _fa3(q_BHSE, k_BHSE, v_BHSE, self.scale)
+        # `evaluate` may have other operands. A sample with a cache has fewer queries than keys.
+        if self.chosen.only_cpu and q_BHSE.dtype in dtypes(self.chosen) and q_BHSE.shape[2] == k_BHSE.shape[2]:
+            scale = self.scale or 1.0 / math.sqrt(q_BHSE.shape[-1])
+            return block_attention.block_attention(q_BHSE, k_BHSE, v_BHSE, scale)
         backends = self.backends(q_BHSE.device.type, q_BHSE.dtype)
         if not backends:
             return _sdpa(q_BHSE, k_BHSE, v_BHSE, mask, self.grouped, self.scale)
@@ -225,11 +231,13 @@ class Machine:
 
 
 def check_kernel(config: RunConfig, device: torch.device) -> None:
-    """Raise UserError, in one line, if the configured kernel cannot run this model on this device."""
+    """Raise UserError, in one line, if the configured kernel cannot run this model on this device, or be built."""
     dtype = DTYPES[config.precision.operand]
     masked = config.attention.document_mask or config.model.window > 0
     if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device), masked):
         raise UserError(f"attention.kernel = {config.attention.kernel!r} cannot run: {why}")
+    if settled(config, device.type).attention.chosen.only_cpu:
+        block_attention.build()
 
 
 def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:
@@ -245,13 +253,16 @@ def refusal(
     head_dim: width of a head. dtype: dtype of q, k and v. masked: attention needs a mask for documents or a window.
     """
     kernel = attention.chosen
-    every = [one for one in ATTENTION_KERNELS.values() if one is not AUTO]
+    on_cpu = machine.device == "cpu"
+    every = [one for one in ATTENTION_KERNELS.values() if one is not AUTO and (on_cpu or not one.only_cpu)]
     if kernel is AUTO:
         return None
-    if machine.device == "cpu":
+    if on_cpu:
         here = _named(["auto", *(one.name for one in every if not one.on_cpu)])
         return f"{kernel.title} {kernel.on_cpu}; use {here}" if kernel.on_cpu else None
     takes_mask = [one for one in every if one.mask is not None]
+    if kernel.only_cpu:
+        return f"{kernel.title} runs on the CPU alone; use {_named([one.name for one in every])} or auto"
     if dtype not in dtypes(kernel):
         takes = _named([_short(d) for d in dtypes(kernel)])
         # Fused kernels first.

@@ -35,6 +35,8 @@ class AttentionKernel:
     mask:     what keeps documents apart: a dense mask, or blocks of keys; None: it takes none on CUDA.
     mask_as_numbers: a dense mask is kept by every layer in the operand format.
     on_cpu:   why it does not run on the CPU; empty if it does.
+    only_cpu: it runs on the CPU alone, with bf16 operands (`FORMATS[…].by_blocks`) of an even width and without a mask.
+    wide_sums: on the CPU it sums gradients in FP32; torch's flash kernel there sums them in the operand format.
     capability: the least compute capability. only_hopper: it is for 9.x alone.
     needs:    what must be there: `cudnn`, `triton` or `fa3` of torch_backend/attention.py, `Machine`; empty: nothing.
     rows:     FP32 statistics of a row that it keeps for the backward pass.
@@ -56,6 +58,8 @@ class AttentionKernel:
     mask: Mask | None = "dense"
     mask_as_numbers: bool = True
     on_cpu: str = "runs on CUDA alone, and this run is on the CPU"
+    only_cpu: bool = False
+    wide_sums: bool = False
     capability: tuple[int, int] = (0, 0)
     only_hopper: bool = False
     needs: Literal["", "cudnn", "triton", "fa3"] = ""
@@ -119,6 +123,20 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
             on_cpu="",
             tried_on=("cpu",),
             reaches={"hopper": 0.4, "ampere": 0.43},
+        ),
+        AttentionKernel(
+            "flash_brgemm",
+            "flash attention by oneDNN's block product",
+            of_call=False,
+            operands=("bf16",),
+            widths=(2, 2, 1 << 30),
+            mask=None,
+            mask_as_numbers=False,
+            on_cpu="",
+            only_cpu=True,
+            wide_sums=True,
+            tried_on=("cpu",),
+            words="flash attention by oneDNN's block product",
         ),
         AttentionKernel(
             "fa3",

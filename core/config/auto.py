@@ -3,8 +3,9 @@
 The values depend on the run's configuration, the kernel and the library also on the machine. Both backends, the
 plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
-The attention kernel is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash`
-(measured: docs/guide/levers.md):
+The attention kernel is `flash_brgemm` for bf16 operands without a mask, on x86 processors with bf16 instructions, if
+there is a C++ compiler to build it (measured: docs/results/cpu_auto.md). Otherwise it is `math`, which stores the
+scores (S, S) of every head, if both conditions hold, else `flash` (measured: docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
   processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. On x86
@@ -36,7 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.components.attention_kernels import AUTO
+from lockstep.core.components.attention_kernels import ATTENTION_KERNELS, AUTO
 from lockstep.core.components.precision import FORMATS
 from lockstep.core.config.schema import RunConfig, Section
 
@@ -48,11 +49,14 @@ BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16"}
 NARROW = tuple(name for name, found in FORMATS.items() if found.bytes == 2)
 # The key of run.json for the value of `auto` on the CPU.
 ON_CPU = "auto_on_cpu"
+KERNEL = "attention.kernel"
+# The kernel that runs on the CPU alone, by block products.
+BLOCKS = next(kernel.name for kernel in ATTENTION_KERNELS.values() if kernel.only_cpu)
 # The key of the library of FP32 products in a compiled program, which was BLAS before run.json recorded it.
 PRODUCTS, COMPILED_PRODUCTS = "precision.cpu_products", "precision.cpu_products, compiled"
 # The meaning of `auto` in runs from before run.json recorded it.
 BEFORE: Mapping[str, Any] = {
-    "attention.kernel": "flash",
+    KERNEL: "flash",
     "optim.fused": False,
     PRODUCTS: "onednn",
     COMPILED_PRODUCTS: "blas",
@@ -61,17 +65,29 @@ BEFORE: Mapping[str, Any] = {
 
 def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
-    length = config.train.longest
-    small = length <= WIDTHS * config.model.head_dim
-    slow_flash = length < SHORT or not multiplies_bf16()
-    written_out = config.precision.operand in NARROW and slow_flash and small
     return {
-        # Only `math` supports capped scores.
-        "attention.kernel": "math" if written_out or config.model.attention_cap else "flash",
+        KERNEL: BLOCKS if _attends_by_blocks(config) and builds_bf16_products() else _other_kernel(config),
         "optim.fused": True,
         PRODUCTS: _library(config),
         COMPILED_PRODUCTS: _library(config),
     }
+
+
+def _attends_by_blocks(config: RunConfig) -> bool:
+    """Return whether attention's operands are for the block product: bf16, heads of an even width, no mask, no cap."""
+    model, masked = config.model, config.attention.document_mask or config.model.window > 0
+    by_blocks = FORMATS[config.precision.operand].by_blocks
+    return by_blocks and not masked and not model.attention_cap and model.head_dim % 2 == 0
+
+
+def _other_kernel(config: RunConfig) -> str:
+    """Return the kernel of torch's call: `math` or `flash`."""
+    length = config.train.longest
+    small = length <= WIDTHS * config.model.head_dim
+    slow_flash = length < SHORT or not multiplies_bf16()
+    written_out = config.precision.operand in NARROW and slow_flash and small
+    # Only `math` supports capped scores.
+    return "math" if written_out or config.model.attention_cap else "flash"
 
 
 def _library(config: RunConfig) -> str:
@@ -114,13 +130,13 @@ def _reported(key: str) -> str:
 def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = None) -> RunConfig:
     """Replace `auto` by its values on this device, which also becomes the configuration's device if that is `auto`.
 
-    On other devices than the CPU, only oneDNN's products change.
+    On other devices than the CPU, only oneDNN's products and its attention change.
 
-    A library that does not serve the device or the policy becomes `auto` again: a configuration that was resolved on
-    the CPU may be opened with others (`replay --device cuda`).
+    A library or a kernel that does not serve the device or the policy becomes `auto` again: a configuration that was
+    resolved on the CPU may be opened with others (`replay --device cuda`).
 
     chosen: the values that run.json recorded, used instead of those of `on_cpu`; missing keys have the value of
-    `BEFORE`. For a block product that this machine lacks, copies stand.
+    `BEFORE`. For a block product that this machine lacks, copies stand, and a kernel of torch's.
     """
     if config.device == "auto" != device:
         # Without a device, products of the CPU are refused when the configuration is read again.
@@ -129,12 +145,18 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     serves = {"onednn": device == "cpu", "brgemm": device == "cpu" and operand.by_blocks}
     if not serves.get(config.precision.cpu_products, True):
         config = _with_products(config, "auto")
+    if config.attention.chosen.only_cpu and (device != "cpu" or not _attends_by_blocks(config)):
+        config = _with_kernel(config, AUTO.name)
     if device != "cpu":
         return config
     chosen = on_cpu(config) if chosen is None else {**BEFORE, **chosen}
     changes: dict[str, Section] = {}
     if config.attention.chosen is AUTO:
-        changes["attention"] = config.attention.model_copy(update={"kernel": chosen["attention.kernel"]})
+        kernel = chosen[KERNEL]
+        if ATTENTION_KERNELS[kernel].only_cpu and not (_attends_by_blocks(config) and builds_bf16_products()):
+            # The run is of another machine, or this is a branch of it with other operands.
+            kernel = _other_kernel(config)
+        changes["attention"] = config.attention.model_copy(update={"kernel": kernel})
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     config = config.model_copy(update=changes) if changes else config
@@ -154,9 +176,16 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
 
 
 def moved(config: RunConfig) -> RunConfig:
-    """Return a settled configuration of another machine, with `auto` for the block product if this one lacks it."""
-    lacks = config.precision.cpu_products == "brgemm" and not builds_bf16_products()
-    return _with_products(config, "auto") if lacks else config
+    """Return a settled configuration of another machine, with `auto` for block products if this one lacks them."""
+    if builds_bf16_products():
+        return config
+    if config.attention.chosen.only_cpu:
+        config = _with_kernel(config, AUTO.name)
+    return _with_products(config, "auto") if config.precision.cpu_products == "brgemm" else config
+
+
+def _with_kernel(config: RunConfig, kernel: str) -> RunConfig:
+    return config.model_copy(update={"attention": config.attention.model_copy(update={"kernel": kernel})})
 
 
 def _with_products(config: RunConfig, products: str) -> RunConfig:

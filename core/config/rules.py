@@ -194,6 +194,25 @@ def _onednn_is_for_the_cpu(products: str, device: str) -> str | None:
     return None
 
 
+def _blocks_attend_on_the_cpu(kernel: str, device: str, policy: str) -> str | None:
+    is_bf16 = FORMATS[POLICIES[policy].operand].by_blocks
+    if ATTENTION_KERNELS[kernel].only_cpu and (device != "cpu" or not is_bf16):
+        return f"{kernel} is attention of bf16 on the CPU: set device = cpu and a policy with bf16 operands"
+    return None
+
+
+def _blocks_have_no_mask(kernel: str, document_mask: bool, window: int) -> str | None:
+    if ATTENTION_KERNELS[kernel].only_cpu and (document_mask or window):
+        return f"{kernel} takes no mask, as attention.document_mask and model.window need: take flash or math"
+    return None
+
+
+def _blocks_have_even_heads(kernel: str, hidden: int, heads: int, head_width: int) -> str | None:
+    if ATTENTION_KERNELS[kernel].only_cpu and (head_width or hidden // heads) % 2:
+        return f"{kernel} multiplies pairs of a head's elements: take an even width, or flash or math"
+    return None
+
+
 def _blocks_are_of_bf16(products: str, device: str, policy: str) -> str | None:
     if products == "brgemm" and (device != "cpu" or not FORMATS[POLICIES[policy].operand].by_blocks):
         return "oneDNN's block product is for bf16 on the CPU: set device = cpu and a policy with bf16 operands"
@@ -303,6 +322,9 @@ RULES = (
     Rule(("model.family", "model.positions", "train.sequence_length", "train.curriculum"), _positions_suffice),
     Rule(("model.rope_factor", "model.rope_low", "model.rope_high"), _rope_is_stretched_between),
     Rule(("model.attention_cap", "attention.kernel"), _kernel_caps),
+    Rule(("attention.kernel", "device", "precision.policy"), _blocks_attend_on_the_cpu),
+    Rule(("attention.kernel", "attention.document_mask", "model.window"), _blocks_have_no_mask),
+    Rule(("attention.kernel", "model.hidden", "model.heads", "model.head_width"), _blocks_have_even_heads),
     Rule(("model.logits_cap", "loss.head"), _head_caps),
     Rule(("precision.casts", "model.family", "model.window"), _casts_suit_family),
     Rule(("model.heads", "model.kv_heads"), _kv_heads_divide_heads),

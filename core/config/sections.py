@@ -370,7 +370,9 @@ class AttentionConfig(Section):
     """The attention kernel, and the treatment of documents."""
 
     kernel: Annotated[str, OneOf(ATTENTION_KERNELS)] = Field(
-        "auto", description="attention kernel; auto: on the CPU math or flash, by length and precision; on CUDA cuDNN's"
+        "auto",
+        description="attention kernel; auto: on the CPU flash_brgemm, math or flash, by machine, length and precision; "
+        "on CUDA cuDNN's",
     )
     grouped: Literal["copies", "kernel"] = Field(
         "copies",

@@ -220,6 +220,17 @@ BROKEN = {
     ],
     ("model.rope_factor", "model.rope_low", "model.rope_high"): [{"model.rope_factor": "8", "model.rope_low": "4"}],
     ("model.attention_cap", "attention.kernel"): [{"model.attention_cap": "50", "attention.kernel": "flash"}],
+    ("attention.kernel", "device", "precision.policy"): [
+        {"attention.kernel": "flash_brgemm", "device": "cuda"},
+        {"attention.kernel": "flash_brgemm", "device": "cpu", "precision.policy": "fp32"},
+    ],
+    ("attention.kernel", "attention.document_mask", "model.window"): [
+        {"attention.kernel": "flash_brgemm", "device": "cpu", "attention.document_mask": "true"},
+        {"attention.kernel": "flash_brgemm", "device": "cpu", "model.window": "20"},
+    ],
+    ("attention.kernel", "model.hidden", "model.heads", "model.head_width"): [
+        {"attention.kernel": "flash_brgemm", "device": "cpu", "model.family": "gpt2", "model.head_width": "15"},
+    ],
     ("model.logits_cap", "loss.head"): [
         {"model.logits_cap": "30", "loss.head": "one_kernel", "precision.policy": "bf16"},
         {"model.logits_cap": "30", "loss.head": "torch"},

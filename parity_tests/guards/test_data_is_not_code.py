@@ -395,7 +395,7 @@ DOORS: dict[str, dict[str, str]] = {
     "torch_backend/attention.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/bitsandbytes_adamw.py": {"importlib.util.find_spec": "whether a library is there"},
     "torch_backend/kernels/one_kernel.py": {"importlib.util.find_spec": "whether a library is there"},
-    "torch_backend/kernels/wide_product.py": {
+    "torch_backend/kernels/cpp.py": {
         "torch._inductor.codecache.CppCodeCache.load": "the C++ file beside it, which is Lockstep's",
     },
     "torch_backend/kernels/library_heads.py": {"importlib.util.find_spec": "whether a library is there"},
@@ -442,6 +442,7 @@ HARMLESS = {
     "importlib.metadata", "importlib.resources", "pickle.PickleBuffer", "pickle.PicklingError",
     "subprocess.TimeoutExpired", "subprocess.PIPE", "subprocess.STDOUT", "subprocess.DEVNULL",
     "subprocess.SubprocessError", "ctypes.c_void_p", "ctypes.c_char_p", "ctypes.c_int", "ctypes.c_int64",
+    "ctypes.c_float",
 }  # fmt: skip
 PACKAGES = ("core", "torch_backend", "jax_backend", "scripts")
 # A door is imported or called by one of these words. A file without any of them has none.

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from lockstep.core.config import auto
+from lockstep.core.config.auto import builds_bf16_products
 from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -26,6 +28,7 @@ REFUSED = [
     ("efficient", CPU, BF16, 64, False, "runs on CUDA alone"),
     ("fa3", CPU, BF16, 64, False, "runs on CUDA alone"),
     ("flex", CPU, BF16, 64, False, "no backward pass on the CPU"),
+    ("flash_brgemm", HOPPER, BF16, 64, False, "runs on the CPU alone.*use cudnn, flash"),
     ("cudnn", HOPPER, FP32, 64, False, "takes bfloat16 or float16.*use flex, efficient or math"),
     ("flash", HOPPER, FP32, 64, False, "takes bfloat16 or float16"),
     ("fa3", HOPPER, FP64, 64, False, "takes bfloat16 or float16.*use math"),
@@ -94,17 +97,21 @@ def test_flash_on_the_cpu_is_torch_s_own_call(dtype):
         assert torch.equal(Kernel(name)(q, k, v), due)
 
 
-KERNELS = {"attention_math", "flash_attention_for_cpu"}
+KERNELS = {"math": "attention_math", "flash": "flash_attention_for_cpu", "flash_brgemm": "lockstep::attention"}
 
 
-@pytest.mark.parametrize(("policy", "operator"), [("bf16", "attention_math"), ("fp32", "flash_attention_for_cpu")])
+@pytest.mark.parametrize(("policy", "kernel"), [("bf16", "math"), ("fp32", "flash"), ("bf16", "flash_brgemm")])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_kernel_that_auto_stands_for_runs(policy, operator, compiled):
+def test_the_kernel_that_auto_stands_for_runs(policy, kernel, compiled, monkeypatch):
     """Forward and backward of a session, and its validation."""
+    builds = builds_bf16_products()
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: builds and kernel == "flash_brgemm")
+    if kernel == "flash_brgemm" and not builds:
+        pytest.skip("no x86 instructions for bf16, or no C++ compiler")
     session = TorchBackend().open(tiny_config(policy, compiled, layers=1).model_copy(update={"device": "cpu"}))
     batch = text_batch(session.config)
     found = operators(lambda: (session.step(batch), session.evaluate(batch)))
-    assert {name for name in KERNELS if any(name in key for key in found)} == {operator}
+    assert {name for name, part in KERNELS.items() if any(part in key for key in found)} == {kernel}
 
 
 DOCUMENTS = torch.arange(48).div(20, rounding_mode="floor").expand(2, 48)
@@ -153,7 +160,8 @@ def test_another_precision_than_the_kernel_takes_goes_to_what_can():
     assert Kernel("auto").backends("cpu", BF16) == []
 
 
-def test_what_is_in_force_is_said():
+def test_what_is_in_force_is_said(monkeypatch):
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
     config = tiny_config().model_copy(update={"device": "cpu"})
     assert TorchBackend().describe(config)["in_force"]["attention"] == "scaled_dot_product_attention, math kernel"
     cuda = torch.device("cuda")

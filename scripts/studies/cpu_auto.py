@@ -3,7 +3,7 @@
     python -m lockstep.scripts.studies.cpu_auto            docs/results/cpu_auto.json and .md
 
 Contenders run the same steps in turns in one process, so that a slow machine slows all of them. A ratio is the median
-over rounds of the ratio of a round's two times.
+over rounds of the ratio of a round's two times. Errors are those of one call of each kernel from FP64.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from typing import Any
 import torch
 import tyro
 
-from lockstep.core.config.auto import SHORT, WIDTHS
+from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products
 from lockstep.core.config.file import load_config
 from lockstep.core.train.process_memory import process_memory
 from lockstep.scripts.studies.repository import ROOT
+from lockstep.torch_backend.attention import Kernel
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.tools.bench import random_batches
 
 RUN, PAGE = ROOT / "configs/quickstart.toml", ROOT / "docs/results/cpu_auto.md"
 ROUNDS, WARM = 7, 2
 TOKENS = 2048
-LENGTHS = (64, 128, 192, 256)
-FLASH = {"attention.kernel": "flash", "optim.fused": "true"}
-MATH = {"attention.kernel": "math", "optim.fused": "true"}
-FOREACH = {"attention.kernel": "flash", "optim.fused": "false"}
+LENGTHS = (64, 128, 192, 256, 512)
+# Torch's kernels, then Lockstep's where it can be built.
+KERNELS = ("flash", "math", *(("flash_brgemm",) if builds_bf16_products() else ()))
+FUSED, FOREACH = ({"attention.kernel": "flash", "optim.fused": fused} for fused in ("true", "false"))
+# Heads, their width, and lengths of the calls whose errors are measured.
+CALLS, PARTS = ((8, 64, 128), (8, 64, 512), (8, 64, 2048)), ("output", "gradient of q", "of k", "of v")
 
 
 def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
@@ -52,11 +55,11 @@ def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
     }
 
 
-def ratio(common: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, float]:
-    """Return milliseconds of both steps (medians), and how many times as fast the second is."""
-    sessions = [TorchBackend().open(load_config(RUN, {**common, **own})) for own in (first, second)]
+def ratios(common: Mapping[str, str], *each: Mapping[str, str]) -> tuple[list[float], list[float]]:
+    """Return milliseconds of each contender's step (medians), and how many times as fast as the first's it is."""
+    sessions = [TorchBackend().open(load_config(RUN, {**common, **own})) for own in each]
     (batch,) = random_batches(load_config(RUN, dict(common)), 1)
-    times: list[list[float]] = [[], []]
+    times: list[list[float]] = [[] for _ in sessions]
     for number in range(WARM + ROUNDS):
         for session, taken in zip(sessions, times, strict=True):
             started = time.perf_counter()
@@ -66,8 +69,27 @@ def ratio(common: Mapping[str, str], first: Mapping[str, str], second: Mapping[s
     for session in sessions:
         session.close()
     torch._dynamo.reset()
-    one, other = (1e3 * statistics.median(taken) for taken in times)
-    return {"first": one, "second": other, "ratio": statistics.median(a / b for a, b in zip(*times, strict=True))}
+    faster = [statistics.median(a / b for a, b in zip(times[0], taken, strict=True)) for taken in times]
+    return [1e3 * statistics.median(taken) for taken in times], faster
+
+
+def errors(heads: int, width: int, length: int) -> dict[str, list[float]]:
+    """Return each kernel's relative errors from FP64, in the order of PARTS, of one call on random bf16 operands."""
+    torch.manual_seed(0)
+    *operands, grad = (torch.randn(1, length, heads, width).bfloat16().transpose(1, 2) for _ in range(4))
+
+    def made(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [x.to(dtype).requires_grad_() for x in operands]
+        out = Kernel(kernel)(*given)
+        return [out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))]
+
+    exact = made("flash", torch.float64)
+    return {
+        kernel: [
+            float((x.double() - y).norm() / y.norm()) for x, y in zip(made(kernel, grad.dtype), exact, strict=True)
+        ]
+        for kernel in KERNELS
+    }
 
 
 def peak(common: Mapping[str, str], own: Mapping[str, str]) -> float:
@@ -92,23 +114,28 @@ def measure() -> dict[str, Any]:
     rows = []
     for policy, compiled, lengths in (
         ("bf16", False, LENGTHS),
-        ("bf16", True, (128,)),
+        ("bf16", True, (128, 512)),
         ("fp32", False, (128,)),
     ):
         for length in lengths:
             common = settings(length, compiled, policy)
-            row = {"policy": policy, "compiled": compiled, "length": length, **ratio(common, FLASH, MATH)}
+            kernels = [name for name in KERNELS if policy == "bf16" or name != "flash_brgemm"]
+            each = [{"attention.kernel": name, "optim.fused": "true"} for name in kernels]
+            taken, faster = ratios(common, *each)
+            row: dict[str, Any] = {"policy": policy, "compiled": compiled, "length": length}
+            row |= {"ms": dict(zip(kernels, taken, strict=True)), "ratio": dict(zip(kernels, faster, strict=True))}
             if not compiled and length in (128, 256):
-                row |= {"flash_mb": peak(common, FLASH), "math_mb": peak(common, MATH)}
+                row["mb"] = {name: peak(common, own) for name, own in zip(kernels, each, strict=True)}
             print(row, flush=True)
             rows.append(row)
-    adamw = ratio(settings(128, False, "bf16"), FOREACH, FLASH)
+    taken, faster = ratios(settings(128, False, "bf16"), FOREACH, FUSED)
     return {
         "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rounds": ROUNDS,
         "attention": rows,
-        "adamw": adamw,
+        "errors": [{"length": call[2], "kernels": errors(*call)} for call in CALLS],
+        "adamw": {"first": taken[0], "second": taken[1], "ratio": faster[1]},
     }
 
 
@@ -119,27 +146,43 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "Generated by `python -m lockstep.scripts.studies.cpu_auto`: the model of configs/quickstart.toml (head "
         f"dimension 32), {TOKENS:,} tokens a step in one micro-batch.",
-        f"{found['machine']}, torch {found['versions']['torch']}. Both kernels take the same steps in turns, in one "
+        f"{found['machine']}, torch {found['versions']['torch']}. The kernels take the same steps in turns, in one "
         "process; × is the median",
-        f"of {found['rounds']} rounds' ratios: how many times as fast the step is with `math`. Memory: the peak of "
+        f"of {found['rounds']} rounds' ratios: how many times as fast the step is as with `flash`. Memory: the peak of "
         "three steps above what",
         "the process held before. Milliseconds depend on what else the machine does, ratios hardly.",
         "",
-        "The rule (core/config/auto.py): `math` where operands have two bytes, sequences are shorter than "
-        f"{SHORT} tokens",
-        f"and at most {WIDTHS} head dimensions long; `flash` elsewhere. On x86 without AVX-512 the first limit does "
-        "not apply (narrow_products.md).",
+        "The rule (core/config/auto.py): `flash_brgemm`, Lockstep's own kernel, for bf16 operands without a mask, on "
+        "x86 with bf16 instructions and a C++",
+        f"compiler. Otherwise `math` where operands have two bytes, sequences are shorter than {SHORT} tokens and at "
+        f"most {WIDTHS} head dimensions long;",
+        "`flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply (narrow_products.md).",
         "",
-        "| policy | program | tokens a sequence | `flash`, ms | `math`, ms | × | `flash`, MB | `math`, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| policy | program | tokens a sequence |{''.join(f' `{name}`, ms | × |' for name in KERNELS)} MB |",
+        f"|---|---|---|{'--:|--:|' * len(KERNELS)}---|",
     ]
     for row in found["attention"]:
-        memory = [f"{row[key]:,.0f}" if key in row else "not measured" for key in ("flash_mb", "math_mb")]
         program = "compiled" if row["compiled"] else "eager"
-        lines.append(
-            f"| {row['policy']} | {program} | {row['length']} | {row['first']:.0f} | {row['second']:.0f} | "
-            f"{row['ratio']:.2f} | {memory[0]} | {memory[1]} |"
-        )
+        cells = [
+            f"{row['ms'][name]:.0f} | {row['ratio'][name]:.2f}" if name in row["ms"] else "does not run | "
+            for name in KERNELS
+        ]
+        memory = ", ".join(f"{value:,.0f}" for value in row["mb"].values()) if "mb" in row else "not measured"
+        lines.append(f"| {row['policy']} | {program} | {row['length']} | {' | '.join(cells)} | {memory} |")
+    lines += [
+        "",
+        "MB: of the kernels in this order.",
+        "",
+        f"Relative errors from FP64 of one call, {CALLS[0][0]} heads of {CALLS[0][1]}, random bf16 operands. torch's "
+        "`flash` adds the gradients of k and v in bf16, one block",
+        "of queries after another; `flash_brgemm` sums them in FP32, as kernels on CUDA do.",
+        "",
+        f"| tokens | kernel | {' | '.join(PARTS)} |",
+        f"|---|---|{'--:|' * len(PARTS)}",
+    ]
+    for row in found["errors"]:
+        for name, values in row["kernels"].items():
+            lines.append(f"| {row['length']:,} | `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")
     adamw = found["adamw"]
     lines += [
         "",

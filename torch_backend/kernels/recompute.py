@@ -54,6 +54,7 @@ PRODUCTS = frozenset(
         torch.ops.lockstep.product_by_fp32.default,
         torch.ops.lockstep.product_by_onednn.default,
         torch.ops.lockstep.wide_product.default,
+        torch.ops.lockstep.attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

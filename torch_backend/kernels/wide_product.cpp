@@ -4,18 +4,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
-#include <c10/util/BFloat16.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
 
 namespace {
-
-using at::BFloat16;
 
 // Columns of a block of the right matrix, and rows of a block of a left matrix that is copied: what a core's second-level
 // cache holds beside the other operand.
@@ -29,11 +23,20 @@ struct Matrix {
 };
 
 // Copies columns [first, first + n) of `from` (k, …) to [k / 2][COLUMNS][2]; pads k to an even number with zeros.
-void pack_right(const Matrix& from, int64_t k, int64_t first, int64_t n, BFloat16* to) {
-  for (int64_t pair = 0; pair < (k + 1) / 2; ++pair) {
+void pack(const Matrix& from, int64_t k, int64_t first, int64_t n, BFloat16* to) {
+  auto* words = reinterpret_cast<uint32_t*>(to);
+  const int64_t pairs = k / 2;
+  if (from.row == 1) {
+    transpose_words(from.at(0, first), from.column * sizeof(BFloat16), n, pairs, words, COLUMNS);
+  }
+  for (int64_t pair = from.row == 1 ? pairs : 0; pair < (k + 1) / 2; ++pair) {
     const bool both = 2 * pair + 1 < k;
     const BFloat16* upper = from.at(2 * pair, first);
-    const BFloat16* lower = both ? from.at(2 * pair + 1, first) : upper;
+    const BFloat16* lower = both ? from.at(2 * pair + 1, first) : nullptr;
+    if (from.column == 1) {
+      pair_rows(upper, lower, n, words + pair * COLUMNS);
+      continue;
+    }
     BFloat16* line = to + pair * COLUMNS * 2;
     for (int64_t j = 0; j < n; ++j) {
       line[2 * j] = upper[j * from.column];
@@ -42,40 +45,26 @@ void pack_right(const Matrix& from, int64_t k, int64_t first, int64_t n, BFloat1
   }
 }
 
-// The same for a matrix whose columns are contiguous: reads each column in order.
-void pack_transposed(const Matrix& from, int64_t k, int64_t first, int64_t n, BFloat16* to) {
-  for (int64_t j = 0; j < n; ++j) {
-    const BFloat16* column = from.at(0, first + j);
-    for (int64_t pair = 0; pair < k / 2; ++pair) {
-      std::memcpy(to + (pair * COLUMNS + j) * 2, column + 2 * pair, 2 * sizeof(BFloat16));
-    }
-    if (k % 2) {
-      BFloat16* last = to + (k / 2 * COLUMNS + j) * 2;
-      last[0] = column[k - 1];
-      last[1] = BFloat16(0.f);
-    }
-  }
-}
-
-void pack(const Matrix& from, int64_t k, int64_t first, int64_t n, BFloat16* to) {
-  from.row == 1 ? pack_transposed(from, k, first, n, to) : pack_right(from, k, first, n, to);
-}
-
-// Copies rows [first, first + m) of `from` (…, k) to [m][even k], with a zero after an odd k.
+// Copies rows [first, first + m) of `from` (…, k) to [m][even k], with a zero after an odd k. m ≤ ROWS.
 void pack_left(const Matrix& from, int64_t k, int64_t first, int64_t m, BFloat16* to) {
   const int64_t even = k + k % 2;
-  constexpr int64_t TILE = 32;
-  for (int64_t j0 = 0; j0 < k; j0 += TILE) {
-    for (int64_t i0 = 0; i0 < m; i0 += TILE) {
-      for (int64_t j = j0; j < std::min(j0 + TILE, k); ++j) {
-        for (int64_t i = i0; i < std::min(i0 + TILE, m); ++i) {
-          to[i * even + j] = *from.at(first + i, j);
-        }
-      }
+  if (from.row != 1) {
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < k; ++j) to[i * even + j] = *from.at(first + i, j);
+      if (even > k) to[i * even + k] = BFloat16(0.f);
     }
+    return;
   }
-  for (int64_t i = 0; even > k && i < m; ++i) {
-    to[i * even + k] = BFloat16(0.f);
+  // Columns are contiguous: pairs of them, eight at a time, are transposed.
+  constexpr int64_t PAIRS = 8;
+  uint32_t pairs[PAIRS * ROWS];
+  for (int64_t pair = 0; pair < even / 2; pair += PAIRS) {
+    const int64_t count = std::min(PAIRS, even / 2 - pair);
+    for (int64_t p = 0; p < count; ++p) {
+      const int64_t j = 2 * (pair + p);
+      pair_rows(from.at(first, j), j + 1 < k ? from.at(first, j + 1) : nullptr, m, pairs + p * ROWS);
+    }
+    transpose_words(pairs, ROWS * sizeof(uint32_t), count, m, reinterpret_cast<uint32_t*>(to) + pair, even / 2);
   }
 }
 

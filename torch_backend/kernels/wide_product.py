@@ -2,14 +2,13 @@
 
 torch has such a product for CUDA (`torch.mm(out_dtype=)`). On the CPU it exports only the block product, in C++, which
 multiplies by the processor's own bf16 instructions and sums in FP32. Products of FP32 copies take two to three times
-as long (docs/results/wide_product.md). The C++ source is built at first use, as Inductor builds its own programs.
+as long (docs/results/wide_product.md).
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import UserError
+from lockstep.torch_backend.kernels.cpp import NotBuilt, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -75,20 +75,14 @@ def _multiply(total: Tensor, left: Tensor, right: Tensor, *, add: bool) -> Tenso
 
 @cache
 def build() -> Any:
-    """Build and load the C++ function, once a machine: Inductor keeps the library in TORCHINDUCTOR_CACHE_DIR.
+    """Build and load the C++ function.
 
     Raises UserError if it cannot be built, or if oneDNN has no such product on this processor.
     """
-    from torch._inductor.codecache import CppCodeCache
-
-    # Versions of torch with this option find the processor's vector instructions otherwise, which takes 1.4 s.
-    named = "needs_vec_isa" in signature(CppCodeCache.load_async).parameters
-    options = {"needs_vec_isa": False} if named else {}
     try:
-        function = CppCodeCache.load(SOURCE.read_text(encoding="utf-8"), **options).lockstep_wide_product
-    except Exception as error:  # the compiler's, the loader's and the file system's
-        reason = str(error).strip().splitlines()
-        raise UserError(_refusal(reason[-1] if reason else type(error).__name__)) from error
+        function = library(SOURCE).lockstep_wide_product
+    except NotBuilt as error:
+        raise UserError(_refusal(str(error))) from error
     matrix = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.argtypes = [*matrix, *matrix, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_int]
     function.restype = ctypes.c_char_p

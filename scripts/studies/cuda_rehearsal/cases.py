@@ -110,7 +110,7 @@ def _levers() -> Iterator[Case]:
             yield _lever(f"optimizer {optimizer}", optim__name=optimizer)
     yield _lever("optimizer adamw8bit, bitsandbytes", optim__name="adamw8bit", optim__eight_bit="bitsandbytes")
     yield _lever("optimizer adamw, not fused", optim__fused="false")
-    for kernel in ATTENTION_KERNELS.values():
+    for kernel in (one for one in ATTENTION_KERNELS.values() if not one.only_cpu):
         cudnn = "cuDNN's own checks of the device" if kernel is AUTO or kernel.needs == "cudnn" else ""
         missing = "is not installed" if kernel.needs == "fa3" else ""
         if kernel.name != "flash":

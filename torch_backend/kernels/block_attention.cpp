@@ -1,0 +1,350 @@
+// Causal attention of bf16 operands on the CPU (block_attention.py), FlashAttention-2 (Dao 2023) by the block product of
+// oneDNN that torch exports: at::native::cpublas::brgemm, which sums in FP32. packing.h stands before this file.
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <string>
+
+namespace {
+
+// Forward: a block of queries beside all its keys, KEYS at a time. Backward: a block of keys beside QUERIES at a time.
+constexpr int64_t ROWS = 128, KEYS = 512, COLUMNS = 64, QUERIES = 256, LANES = 16;
+// Lengths of rows in memory. Rows that are a power of two apart would share a few lines of the cache.
+constexpr int64_t OF_KEYS = KEYS + LANES, OF_QUERIES = QUERIES + LANES;
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+template <class Vector, class From>
+Vector load(const From* from) {
+  Vector to;
+  std::memcpy(&to, from, sizeof(Vector));
+  return to;
+}
+
+template <class Vector, class To>
+void store(To* to, const Vector& from) {
+  std::memcpy(to, &from, sizeof(Vector));
+}
+
+Floats all(float value) { return Floats{} + value; }
+
+// e^x to 2 ulp for x up to 0 (Cephes' expf); 0 below -87.3, NaN for NaN.
+Floats exponential(Floats x) {
+  const Floats shift = all(12582912.f);  // 1.5 · 2^23: adding it rounds to a whole number, in the lowest bits
+  const Floats low = x < -87.3f ? all(-87.3f) : x;
+  const Floats shifted = low * 1.44269504088896341f + shift, whole = shifted - shift;
+  const Floats r = low - whole * 0.693359375f - whole * -2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  const Ints power = ((Ints)shifted - (Ints)shift) << 23;
+  const Floats scaled = (Floats)((Ints)p + power);
+  return x < -87.3f ? all(0.f) : (x == x ? scaled : x);
+}
+
+// Rounds to bf16, to nearest even, in the upper half of each word.
+Words rounded(Floats x) {
+  const Words bits = (Words)x;
+  const Words up = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return x == x ? up : (bits | 0x400000u);
+}
+
+void store_bf16(BFloat16* to, Floats x) { store(to, __builtin_convertvector(rounded(x) >> 16, Halves)); }
+
+Floats load_bf16(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
+
+// Rounds n numbers times a factor to bf16.
+void round_row(const float* from, int64_t n, float factor, BFloat16* to) {
+  int64_t e = 0;
+  for (; e + LANES <= n; e += LANES) store_bf16(to + e, load<Floats>(from + e) * factor);
+  for (; e < n; ++e) to[e] = BFloat16(from[e] * factor);
+}
+
+struct Heads {
+  const BFloat16* data;
+  int64_t batch, head, row;  // strides in elements; a head's elements are contiguous
+
+  const BFloat16* at(int64_t b, int64_t h, int64_t s = 0) const { return data + b * batch + h * head + s * row; }
+};
+
+int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// The length in memory of a row of n elements.
+int64_t apart(int64_t n) { return padded(n) + LANES; }
+
+// The transpose of rows [0, n), in pairs of their elements: [width / 2][stride].
+void pack_transposed(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* to, int64_t stride) {
+  transpose_words(from, row * sizeof(BFloat16), n, width / 2, to, stride);
+}
+
+// Rows [0, n) in pairs of rows: [(n + 1) / 2][width], with zeros after an odd n.
+void pack_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* to) {
+  for (int64_t p = 0; p < (n + 1) / 2; ++p) {
+    const BFloat16* upper = from + 2 * p * row;
+    pair_rows(upper, 2 * p + 1 < n ? upper + row : nullptr, width, to + p * width);
+  }
+}
+
+// The transpose of rows [0, n): [width][stride], with zeros after an odd n. words: memory for half as many.
+void transpose_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* words, BFloat16* to,
+                    int64_t stride) {
+  pack_transposed(from, row, n, width, words, stride);
+  for (int64_t p = 0; p < width / 2; ++p) {
+    auto* upper = reinterpret_cast<uint16_t*>(to + 2 * p * stride);
+    uint16_t* lower = upper + stride;
+    for (int64_t j = 0; j < n; ++j) {
+      upper[j] = static_cast<uint16_t>(words[p * stride + j]);
+      lower[j] = static_cast<uint16_t>(words[p * stride + j] >> 16);
+    }
+    upper[n] = lower[n] = 0;
+  }
+}
+
+void multiply(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t row, const uint32_t* b, int64_t stride, float* c,
+              int64_t width, bool add) {
+  at::native::cpublas::brgemm(m, n, k, row, stride, width, add, a, reinterpret_cast<const BFloat16*>(b), c,
+                              /*is_vnni=*/true);
+}
+
+template <class T>
+struct Block {
+  explicit Block(int64_t n) : held(new T[n + LANES]) {}
+  T* get() const { return held.get(); }
+  std::unique_ptr<T[]> held;
+};
+
+struct Shape {
+  int64_t batch, heads, of_keys, length, width;
+  float scale;
+
+  int64_t group() const { return heads / of_keys; }
+};
+
+// One block of queries of one head: out rows, and their logsumexp.
+void forward_rows(const Shape& s, const BFloat16* q, int64_t row, const uint32_t* keys, const uint32_t* values, int64_t first,
+                  int64_t m, float* scores, BFloat16* weights, float* sums, BFloat16* out, int64_t out_row, float* lse) {
+  const int64_t stride = apart(s.length), E = s.width;
+  float top[ROWS], total[ROWS];
+  std::fill(top, top + m, LOWEST);
+  std::fill(total, total + m, 0.f);
+  for (int64_t start = 0; start < first + m; start += KEYS) {
+    const int64_t n = std::min(KEYS, first + m - start), wide = padded(n), even = n + n % 2;
+    multiply(m, n, E, q, row, keys + start, stride, scores, OF_KEYS, false);
+    for (int64_t i = 0; i < m; ++i) {
+      float* line = scores + i * OF_KEYS;
+      const int64_t seen = std::min(n, std::max<int64_t>(0, first + i + 1 - start));
+      std::fill(line + seen, line + wide, LOWEST);
+      Floats most = all(top[i]);
+      for (int64_t j = 0; j < seen; j += LANES) {
+        const Floats x = load<Floats>(line + j) * s.scale;
+        store(line + j, x);
+        most = x > most ? x : most;
+      }
+      float now = most[0];
+      for (int64_t t = 1; t < LANES; ++t) now = std::max(now, most[t]);
+      Floats sum = {};
+      const Floats least = all(now);
+      for (int64_t j = 0; j < wide; j += LANES) {
+        const Floats p = exponential(load<Floats>(line + j) - least);
+        sum += p;
+        store_bf16(weights + i * OF_KEYS + j, p);
+      }
+      float added = 0.f;
+      for (int64_t t = 0; t < LANES; ++t) added += sum[t];
+      const float before = start ? std::exp(top[i] - now) : 0.f;
+      total[i] = total[i] * before + added;
+      top[i] = now;
+      for (int64_t e = 0; start && e < E; ++e) sums[i * E + e] *= before;
+    }
+    multiply(m, E, even, weights, OF_KEYS, values + start / 2 * E, E, sums, E, start > 0);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    const float inverse = 1.f / total[i];
+    round_row(sums + i * E, E, inverse, out + i * out_row);
+    lse[i] = top[i] + std::log(total[i]);
+  }
+}
+
+void forward(const Shape& s, const Heads& q, const Heads& k, const Heads& v, BFloat16* out, float* lse) {
+  const int64_t S = s.length, E = s.width, stride = apart(S), blocks = (S + ROWS - 1) / ROWS;
+  const int64_t out_row = s.heads * E;
+  at::parallel_for(0, s.batch * s.heads, 1, [&](int64_t begin, int64_t end) {
+    const Block<uint32_t> keys(E / 2 * stride), values((S + 1) / 2 * E);
+    const Block<float> scores(ROWS * OF_KEYS), sums(ROWS * E);
+    const Block<BFloat16> weights(ROWS * OF_KEYS);
+    for (int64_t which = begin; which < end; ++which) {
+      const int64_t b = which / s.heads, h = which % s.heads, g = h / s.group();
+      if (which == begin || h % s.group() == 0) {
+        pack_transposed(k.at(b, g), k.row, S, E, keys.get(), stride);
+        pack_rows(v.at(b, g), v.row, S, E, values.get());
+      }
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t first = i * ROWS, m = std::min(ROWS, S - first);
+        forward_rows(s, q.at(b, h, first), q.row, keys.get(), values.get(), first, m, scores.get(), weights.get(), sums.get(),
+                     out + (b * S + first) * out_row + h * E, out_row, lse + which * S + first);
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// What the backward pass reads of one head's queries.
+struct Queries {
+  Queries(int64_t S, int64_t E)
+      : across(E / 2 * apart(S)), grad_across(E / 2 * apart(S)), rows((S + 1) / 2 * E),
+        grad_rows((S + 1) / 2 * E), delta(padded(S)), lse(padded(S)), sums(E * apart(S)) {}
+  Block<uint32_t> across, grad_across, rows, grad_rows;
+  Block<float> delta, lse, sums;  // sums: the gradient of q, transposed
+};
+
+void prepare(const Shape& s, const BFloat16* q, int64_t row, const BFloat16* grad, int64_t grad_row, const BFloat16* out,
+             int64_t out_row, const float* lse, const Queries& to) {
+  const int64_t S = s.length, E = s.width, stride = apart(S);
+  pack_transposed(q, row, S, E, to.across.get(), stride);
+  pack_transposed(grad, grad_row, S, E, to.grad_across.get(), stride);
+  pack_rows(q, row, S, E, to.rows.get());
+  pack_rows(grad, grad_row, S, E, to.grad_rows.get());
+  std::memcpy(to.lse.get(), lse, S * sizeof(float));
+  for (int64_t i = 0; i < S; ++i) {
+    const BFloat16 *g = grad + i * grad_row, *o = out + i * out_row;
+    Floats sums = {};
+    float sum = 0.f;
+    int64_t e = 0;
+    for (; e + LANES <= E; e += LANES) sums += load_bf16(g + e) * load_bf16(o + e);
+    for (; e < E; ++e) sum += float(g[e]) * float(o[e]);
+    for (int64_t t = 0; t < LANES; ++t) sum += sums[t];
+    to.delta.get()[i] = sum;
+  }
+  std::fill(to.sums.get(), to.sums.get() + E * stride, 0.f);
+}
+
+// Scores and their gradients of a block of keys (rows) by queries (columns), rounded: `weights` and `grads` in rows,
+// `pairs` in pairs of rows. scores: q·k, and then P; of_weights: dO·v.
+void softmax_backward(const Shape& s, const Queries& of, int64_t key, int64_t n, int64_t query, int64_t m, float* scores,
+                      const float* of_weights, BFloat16* weights, BFloat16* grads, uint32_t* pairs) {
+  const int64_t wide = padded(m);
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t j = 0; j < n + n % 2; ++j) {
+    for (int64_t i = 0; i < wide; i += LANES) {
+      Floats p = {}, d = {};
+      if (j < n) {
+        const Floats x = load<Floats>(scores + j * OF_QUERIES + i);
+        const Ints at = lane + static_cast<int32_t>(query + i);
+        const Ints seen = (at >= static_cast<int32_t>(key + j)) & (at < static_cast<int32_t>(query + m));
+        p = exponential(x * s.scale - load<Floats>(of.lse.get() + query + i));
+        d = p * (load<Floats>(of_weights + j * OF_QUERIES + i) - load<Floats>(of.delta.get() + query + i));
+        p = seen ? p : all(0.f);
+        d = seen ? d : all(0.f);
+        store_bf16(weights + j * OF_QUERIES + i, p);
+        store_bf16(grads + j * OF_QUERIES + i, d);
+      }
+      uint32_t* pair = pairs + j / 2 * OF_QUERIES + i;
+      const Words word = rounded(d);
+      store(pair, j % 2 ? (load<Words>(pair) | (word & 0xffff0000u)) : word >> 16);
+    }
+  }
+}
+
+void backward_keys(const Shape& s, const Heads& q, const Heads& k, const Heads& v, const Heads& out, const Heads& grad,
+                   const float* lse, BFloat16* grad_q, BFloat16* grad_k, BFloat16* grad_v) {
+  const int64_t S = s.length, E = s.width, stride = apart(S), group = s.group();
+  at::parallel_for(0, s.batch * s.of_keys, 1, [&](int64_t begin, int64_t end) {
+    std::unique_ptr<std::unique_ptr<Queries>[]> of(new std::unique_ptr<Queries>[group]);
+    for (int64_t g = 0; g < group; ++g) of[g] = std::make_unique<Queries>(S, E);
+    const Block<BFloat16> across(E * stride), weights(COLUMNS * OF_QUERIES), grads(COLUMNS * OF_QUERIES);
+    const Block<uint32_t> pairs(COLUMNS / 2 * OF_QUERIES), words(E * stride);
+    const Block<float> scores(COLUMNS * OF_QUERIES), of_weights(COLUMNS * OF_QUERIES), sum_k(COLUMNS * E), sum_v(COLUMNS * E);
+    for (int64_t which = begin; which < end; ++which) {
+      const int64_t b = which / s.of_keys, h = which % s.of_keys;
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t one = h * group + g;
+        prepare(s, q.at(b, one), q.row, grad.at(b, one), grad.row, out.at(b, one), out.row, lse + (b * s.heads + one) * S,
+                *of[g]);
+      }
+      transpose_rows(k.at(b, h), k.row, S, E, words.get(), across.get(), stride);
+      for (int64_t key = 0; key < S; key += COLUMNS) {
+        const int64_t n = std::min(COLUMNS, S - key);
+        bool add = false;
+        for (int64_t g = 0; g < group; ++g) {
+          const Queries& one = *of[g];
+          for (int64_t query = key; query < S; query += QUERIES) {
+            const int64_t m = std::min(QUERIES, S - query), whole = m + m % 2;
+            multiply(n, m, E, k.at(b, h, key), k.row, one.across.get() + query, stride, scores.get(), OF_QUERIES, false);
+            multiply(n, m, E, v.at(b, h, key), v.row, one.grad_across.get() + query, stride, of_weights.get(), OF_QUERIES,
+                     false);
+            softmax_backward(s, one, key, n, query, m, scores.get(), of_weights.get(), weights.get(), grads.get(),
+                             pairs.get());
+            multiply(n, E, whole, weights.get(), OF_QUERIES, one.grad_rows.get() + query / 2 * E, E, sum_v.get(), E, add);
+            multiply(n, E, whole, grads.get(), OF_QUERIES, one.rows.get() + query / 2 * E, E, sum_k.get(), E, add);
+            multiply(E, m, n + n % 2, across.get() + key, stride, pairs.get(), OF_QUERIES, one.sums.get() + query, stride,
+                     true);
+            add = true;
+          }
+        }
+        for (int64_t j = 0; j < n; ++j) {
+          const int64_t to = ((b * S + key + j) * s.of_keys + h) * E;
+          round_row(sum_k.get() + j * E, E, s.scale, grad_k + to);
+          round_row(sum_v.get() + j * E, E, 1.f, grad_v + to);
+        }
+      }
+      for (int64_t g = 0; g < group; ++g) {
+        transpose_words(of[g]->sums.get(), stride * sizeof(float), E, S, words.get(), E);
+        const auto* sums = reinterpret_cast<const float*>(words.get());
+        for (int64_t i = 0; i < S; ++i) {
+          round_row(sums + i * E, E, s.scale, grad_q + ((b * S + i) * s.heads + h * group + g) * E);
+        }
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+thread_local std::string message;
+
+template <class Work>
+const char* guarded(const Work& work) {
+  try {
+    work();
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+Heads heads(const void* data, const int64_t* strides) {
+  return {static_cast<const BFloat16*>(data), strides[0], strides[1], strides[2]};
+}
+
+}  // namespace
+
+extern "C" const char* lockstep_attention(const void* q, const void* k, const void* v, void* out, float* lse,
+                                          const int64_t* shape, const int64_t* strides, float scale) {
+  return guarded([&] {
+    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+    forward(s, heads(q, strides), heads(k, strides + 3), heads(v, strides + 6), static_cast<BFloat16*>(out), lse);
+  });
+}
+
+extern "C" const char* lockstep_attention_backward(const void* q, const void* k, const void* v, const void* out,
+                                                   const void* grad, const float* lse, void* grad_q, void* grad_k,
+                                                   void* grad_v, const int64_t* shape, const int64_t* strides, float scale) {
+  return guarded([&] {
+    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+    backward_keys(s, heads(q, strides), heads(k, strides + 3), heads(v, strides + 6), heads(out, strides + 9),
+                  heads(grad, strides + 12), lse, static_cast<BFloat16*>(grad_q), static_cast<BFloat16*>(grad_k),
+                  static_cast<BFloat16*>(grad_v));
+  });
+}
