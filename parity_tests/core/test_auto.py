@@ -11,7 +11,7 @@ import torch
 
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config import auto
-from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, on_cpu, settled
+from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, moved, on_cpu, settled
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import AttentionConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.plan.gpus import gpu_named
@@ -101,6 +101,46 @@ def test_so_does_memory():
         told = {"model__heads": heads, "model__kv_heads": heads}
         assert kernel(**told, train__sequence_length=WIDTHS * head_dim) == "math"
         assert kernel(**told, train__sequence_length=WIDTHS * head_dim + 1) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "flash_brgemm"),
+        ({"train__sequence_length": SHORT}, "flash_brgemm"),
+        ({"precision__policy": "fp8_rowwise"}, "flash_brgemm"),
+        ({"precision__policy": "fp16"}, "math"),
+        ({"precision__policy": "fp32"}, "flash"),
+        ({"attention__document_mask": "true"}, "math"),
+        ({"model__window": 20}, "math"),
+        ({"model__attention_cap": 50}, "math"),
+        ({"model__family": "gpt2", "model__head_width": 127, "train__sequence_length": SHORT}, "flash"),
+    ],
+    ids=str,
+)
+def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkeypatch):
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    assert kernel(**settings) == expected
+    found = settled(run(**settings), "cpu")
+    assert settled(found, "cpu") == found
+    assert RunConfig.model_validate(found.model_dump()) == found
+
+
+def test_a_kernel_that_is_not_there_has_another_one_in_its_place(monkeypatch):
+    """A run of another machine, a branch with other operands, a capsule that is opened on CUDA, an older run."""
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    asked, recorded = run(), on_cpu(run())
+    found = settled(asked, "cpu", recorded)
+    assert found.attention.kernel == "flash_brgemm"
+    assert settled(asked, "cpu", {**recorded, "attention.kernel": "math"}).attention.kernel == "math"
+    assert settled(found, "cuda").attention.kernel == "auto"
+    in_fp32 = found.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
+    assert settled(in_fp32, "cpu").attention.kernel == "flash"
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    assert settled(asked, "cpu", recorded).attention.kernel == "math"
+    assert settled(moved(found), "cpu").attention.kernel == "math"
+    # A request by name stays, and a session refuses it.
+    assert settled(found, "cpu").attention.kernel == "flash_brgemm"
 
 
 def test_the_longest_sequence_of_a_curriculum_decides():

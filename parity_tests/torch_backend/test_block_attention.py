@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from lockstep.core.config.auto import builds_bf16_products, settled
 from lockstep.core.errors import UserError
+from lockstep.core.parity.modes.side_by_side import check_steps
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Kernel
@@ -159,6 +162,45 @@ def test_it_runs_where_it_was_asked_for(compiled):
     eager = TorchBackend().open_rank(config_of("flash_brgemm")).gradients(batch)
     apart = {name: relative(grad, eager.grads[name]) for name, grad in found.grads.items()}
     assert max(apart.values()) <= (0.02 if compiled == "inductor" else 0.0), apart
+
+
+def checked(kernel="auto"):
+    config = config_of(kernel)
+    (check,) = check_steps(TorchBackend(), JaxBackend(), config, [text_batch(config)])
+    return check
+
+
+@runs_here
+def test_a_clean_run_agrees():
+    assert checked().verdict == "agreed"
+
+
+@runs_here
+@pytest.mark.parametrize(
+    ("pass_", "argument", "wrong"),
+    [
+        ("lockstep_attention", -1, lambda scale: 1.02 * scale),
+        ("lockstep_attention_backward", -1, lambda scale: 1.02 * scale),
+        # The logsumexp of the forward pass, each row's of the row before.
+        ("lockstep_attention_backward", 5, lambda address: address - 4),
+    ],
+    ids=["scale", "scale of the gradients", "logsumexp of the row before"],
+)
+def test_a_wrong_kernel_is_found_and_named(pass_, argument, wrong, monkeypatch):
+    real = blocks.build()
+
+    def planted(*given):
+        changed = list(given)
+        changed[argument] = wrong(changed[argument])
+        return getattr(real, pass_)(*changed)
+
+    names = "lockstep_attention", "lockstep_attention_backward"
+    kernels = {name: planted if name == pass_ else getattr(real, name) for name in names}
+    monkeypatch.setattr(blocks, "build", lambda: SimpleNamespace(**kernels))
+    check = checked()
+    assert check.verdict == "disagreed" and check.origin is not None
+    assert check.origin.stage == "attn"
+    assert check.origin.phase == ("backward" if "backward" in pass_ else "forward")
 
 
 @runs_here
