@@ -268,16 +268,18 @@ def findings_of(session: TorchSession, probe: bool, seed: int = 0) -> list[tuple
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
 @pytest.mark.parametrize("factor", [0.5, 1 + 2.0**-20])
 def test_what_is_remembered_is_what_the_step_saw(probe, factor):
-    """Noted after the passes, where no tensor shows it."""
+    """Noted after the passes, where no tensor shows it. Where errors are small, the reference sees it too."""
     session = Noted(delayed(train={"batch_size": 2, "micro_batch_size": 2}))
     session.factor = factor
     another_pass = [] if probe else [("fp8_amax", f"gradient of all micro-batches/{UP}", "local")]
-    assert findings_of(session, probe) == [("fp8_amax", f"remembered/{UP}", "local"), *another_pass]
+    found = findings_of(session, probe)
+    assert [one for one in found if one[2] == "local"] == [("fp8_amax", f"remembered/{UP}", "local"), *another_pass]
+    assert {one for one in found if one[2] != "local"} <= {("fp8_amax", f"gradient/{UP}", "end_to_end")}
 
 
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
 def test_a_session_that_tells_nothing_is_held_to_the_twin(probe):
-    """A sixteenth. A half is within two of the twin's errors here."""
+    """A sixteenth. A half may be within two of the twin's errors here."""
 
     class Silent(SaysNothing, Noted):
         factor = 1 / 16
@@ -320,7 +322,10 @@ def test_a_single_micro_batch_s_amaxes_are_held_to_those_of_another_pass():
             return found
 
     found = findings_of(Halved(delayed(train={"batch_size": 2, "micro_batch_size": 2})), False)
-    assert {(stage, tap.split("/")[0]) for stage, tap, _ in found} == {("fp8_amax", "gradient of all micro-batches")}
+    seen = {(stage, tap.split("/")[0], scope) for stage, tap, scope in found}
+    again = ("fp8_amax", "gradient of all micro-batches", "local")
+    # Where the twin's errors are small, the reference sees a half too.
+    assert again in seen and seen <= {again, ("fp8_amax", "gradient", "end_to_end")}
 
 
 @pytest.mark.parametrize("probe", [False, True], ids=["thorough", "training"])
