@@ -3,7 +3,7 @@
     python -m lockstep.scripts.studies.cpu_auto            docs/results/cpu_auto.json and .md
 
 Contenders run the same steps in turns in one process, so that a slow machine slows all of them. A ratio is the median
-over rounds of the ratio of a round's two times. Errors are those of one call of each kernel from FP64.
+over rounds of the ratio of a round's two times. One call of each kernel is also timed, and compared with FP64.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def ratios(common: Mapping[str, str], *each: Mapping[str, str]) -> tuple[list[fl
     return [1e3 * statistics.median(taken) for taken in times], faster
 
 
-def errors(heads: int, width: int, length: int) -> dict[str, list[float]]:
-    """Return each kernel's relative errors from FP64, in the order of PARTS, of one call on random bf16 operands."""
+def calls(heads: int, width: int, length: int) -> dict[str, Any]:
+    """Call each kernel on random bf16 operands, forward and backward.
+
+    Returns the length, relative errors from FP64 in the order of PARTS, and milliseconds (medians of turns).
+    """
     torch.manual_seed(0)
     *operands, grad = (torch.randn(1, length, heads, width).bfloat16().transpose(1, 2) for _ in range(4))
 
@@ -84,12 +87,21 @@ def errors(heads: int, width: int, length: int) -> dict[str, list[float]]:
         return [out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))]
 
     exact = made("flash", torch.float64)
-    return {
+    taken: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
+    for number in range(WARM + ROUNDS):
+        for kernel, times in taken.items():
+            started = time.perf_counter()
+            made(kernel, grad.dtype)
+            if number >= WARM:
+                times.append(1e3 * (time.perf_counter() - started))
+    errors = {
         kernel: [
             float((x.double() - y).norm() / y.norm()) for x, y in zip(made(kernel, grad.dtype), exact, strict=True)
         ]
         for kernel in KERNELS
     }
+    milliseconds = {kernel: statistics.median(times) for kernel, times in taken.items()}
+    return {"length": length, "errors": errors, "ms": milliseconds}
 
 
 def peak(common: Mapping[str, str], own: Mapping[str, str]) -> float:
@@ -134,7 +146,7 @@ def measure() -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rounds": ROUNDS,
         "attention": rows,
-        "errors": [{"length": call[2], "kernels": errors(*call)} for call in CALLS],
+        "calls": [calls(*call) for call in CALLS],
         "adamw": {"first": taken[0], "second": taken[1], "ratio": faster[1]},
     }
 
@@ -173,16 +185,18 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "MB: of the kernels in this order.",
         "",
-        f"Relative errors from FP64 of one call, {CALLS[0][0]} heads of {CALLS[0][1]}, random bf16 operands. torch's "
-        "`flash` adds the gradients of k and v in bf16, one block",
-        "of queries after another; `flash_brgemm` sums them in FP32, as kernels on CUDA do.",
+        f"One call, forward and backward, {CALLS[0][0]} heads of {CALLS[0][1]}, random bf16 operands, and its relative "
+        "errors from FP64. torch's `flash` adds the gradients",
+        "of k and v in bf16, one block of queries after another; `flash_brgemm` sums them in FP32, as kernels on CUDA "
+        "do.",
         "",
-        f"| tokens | kernel | {' | '.join(PARTS)} |",
-        f"|---|---|{'--:|' * len(PARTS)}",
+        f"| tokens | kernel | ms | {' | '.join(PARTS)} |",
+        f"|---|---|--:|{'--:|' * len(PARTS)}",
     ]
-    for row in found["errors"]:
-        for name, values in row["kernels"].items():
-            lines.append(f"| {row['length']:,} | `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")
+    for row in found["calls"]:
+        for name, values in row["errors"].items():
+            cells = [f"{row['ms'][name]:.1f}", *(f"{value:.1e}" for value in values)]
+            lines.append(f"| {row['length']:,} | `{name}` | {' | '.join(cells)} |")
     adamw = found["adamw"]
     lines += [
         "",

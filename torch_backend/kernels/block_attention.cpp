@@ -230,10 +230,10 @@ void prepare(const Shape& s, const BFloat16* q, int64_t row, const BFloat16* gra
   std::fill(to.sums.get(), to.sums.get() + E * stride, 0.f);
 }
 
-// Scores and their gradients of a block of keys (rows) by queries (columns), rounded: `weights` and `grads` in rows,
-// `pairs` in pairs of rows. scores: q·k, and then P; of_weights: dO·v.
-void softmax_backward(const Shape& s, const Queries& of, int64_t key, int64_t n, int64_t query, int64_t m, float* scores,
-                      const float* of_weights, BFloat16* weights, BFloat16* grads, uint32_t* pairs) {
+// Writes P and dS of a block of keys (rows) by queries (columns), rounded: P to `weights`, dS to `grads`, and dS in pairs
+// of rows to `pairs`. scores: q·k; of_weights: dO·v.
+void softmax_backward(const Shape& s, const Queries& of, int64_t key, int64_t n, int64_t query, int64_t m,
+                      const float* scores, const float* of_weights, BFloat16* weights, BFloat16* grads, uint32_t* pairs) {
   const int64_t wide = padded(m);
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int64_t j = 0; j < n + n % 2; ++j) {

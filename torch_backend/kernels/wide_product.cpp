@@ -1,6 +1,6 @@
 // The product of two bf16 matrices with an FP32 result on the CPU (wide_product.py), by the block product of oneDNN
 // that torch exports: at::native::cpublas::brgemm. It reads the right matrix in blocks of columns, in pairs of rows:
-// [K / 2][COLUMNS][2] (VNNI). Sums are FP32, in the processor's own bf16 instructions.
+// [K / 2][COLUMNS][2] (VNNI). Sums are FP32, in the processor's own bf16 instructions. packing.h stands before this file.
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
