@@ -13,6 +13,7 @@ from lockstep.core.config.auto import builds_bf16_products, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.jax_backend.backend import JaxBackend
+from lockstep.jax_backend.session import kernel_followed
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.attention import Kernel
@@ -208,6 +209,13 @@ def test_auto_takes_it_and_the_table_names_it():
     config = config_of("auto")
     assert settled(config, "cpu").attention.kernel == "flash_brgemm"
     assert "block product" in TorchBackend().describe(config)["in_force"]["attention"]
+
+
+def test_the_twin_sums_in_fp32_too():
+    """In a sequence of one block of queries the twin of torch's kernel would not differ."""
+    assert kernel_followed(config_of("flash_brgemm")) == "wide"
+    assert kernel_followed(config_of("flash")) == "cpu"
+    assert "Lockstep's kernel" in JaxBackend().describe(config_of("flash_brgemm"))["in_force"]["attention"]
 
 
 def test_a_build_that_fails_is_told_in_one_line(monkeypatch):
