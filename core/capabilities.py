@@ -356,6 +356,16 @@ class Describes(Protocol):
 
 
 @runtime_checkable
+class ResolvesKernel(Protocol):
+    """A backend that itself runs the kernel for which `attention.kernel = "auto"` stands (core/config/auto.py).
+
+    resolves_kernel: whether it does. Other trainers call torch's attention, whatever the setting's value.
+    """
+
+    resolves_kernel: bool
+
+
+@runtime_checkable
 class OpensRanks(Protocol):
     """A backend that may open sessions of several ranks. ranked: whether it does."""
 

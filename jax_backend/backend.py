@@ -27,6 +27,7 @@ class JaxBackend:
 
     name = "jax"
     threads = True
+    resolves_kernel = True
 
     def open(self, config: RunConfig) -> JaxSession:
         """Open a session at the initial weights of `config`. Raises UserError if its devices are not there."""

@@ -38,6 +38,7 @@ class TorchBackend:
     name = "torch"
     # This backend opens sessions of several ranks.
     ranked = True
+    resolves_kernel = True
     session_class: type[TorchSession] = TorchSession
 
     def open(self, config: RunConfig) -> Session:

@@ -24,6 +24,8 @@ others (measured on AMD's and Intel's: docs/guide/levers.md).
 Products of bf16 operands with an FP32 result, those of the head, use oneDNN's block product on x86 processors with bf16
 instructions, if there is a C++ compiler to build it; else they are computed from FP32 copies of the operands.
 
+A trainer that is not Lockstep's and calls torch's attention runs `flash` on every CPU (`with_kernel_of_torch`).
+
 On CUDA `auto` stays for attention: torch's call takes the first kernel that can run (torch_backend/attention.py).
 """
 
@@ -173,6 +175,17 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
         # A branch in FP32 of a run in bf16.
         library = _library(config)
     return _with_products(config, library)
+
+
+def with_kernel_of_torch(config: RunConfig, device: str) -> RunConfig:
+    """Replace `auto` of the attention kernel on the CPU by the kernel of torch's own call: `flash`.
+
+    For trainers that call `scaled_dot_product_attention` without a choice of kernels. It has no cap of scores: for
+    these, and on other devices, `auto` stays.
+    """
+    if config.attention.chosen is not AUTO or device != "cpu" or config.model.attention_cap:
+        return config
+    return _with_kernel(config, "flash")
 
 
 def moved(config: RunConfig) -> RunConfig:

@@ -78,7 +78,7 @@ def test_the_examples_are_ten_lines() -> None:
         assert len([line for line in code.splitlines() if line.strip()]) <= most, name
 
 
-AUTOCAST = {"precision.casts": "autocast", "attention.kernel": "flash", "attention.grouped": "kernel"}
+AUTOCAST = {"precision.casts": "autocast", "attention.grouped": "kernel"}
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "not declared"])

@@ -5,13 +5,24 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.core.components.precision import POLICIES
 from lockstep.core.config import auto
-from lockstep.core.config.auto import BEFORE, NARROW, ON_CPU, SHORT, WIDTHS, moved, on_cpu, settled
+from lockstep.core.config.auto import (
+    BEFORE,
+    NARROW,
+    ON_CPU,
+    SHORT,
+    WIDTHS,
+    moved,
+    on_cpu,
+    settled,
+    with_kernel_of_torch,
+)
 from lockstep.core.config.file import load_config
 from lockstep.core.config.schema import AttentionConfig, OptimConfig, PrecisionConfig, RunConfig
 from lockstep.core.plan.gpus import gpu_named
@@ -20,6 +31,8 @@ from lockstep.core.plan.sizes import kernel_of
 from lockstep.core.run.directory import RunDir
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.jax_backend.session import kernel_followed
+from lockstep.parity_tests.candidates.ten_lines import MyGpt
+from lockstep.scripts.shared.backends import on_its_device, open_candidate
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.precision import BF16_BY_ONEDNN
 
@@ -124,6 +137,42 @@ def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkey
     found = settled(run(**settings), "cpu")
     assert settled(found, "cpu") == found
     assert RunConfig.model_validate(found.model_dump()) == found
+
+
+class Foreign:
+    """A trainer that names nothing but itself."""
+
+    name = "foreign"
+
+    def open(self, config: RunConfig) -> Any:
+        raise AssertionError("it is not opened")
+
+
+class OwnSession(TorchBackend):
+    """A candidate with a session of its own, which runs Lockstep's kernels."""
+
+    def describe(self, config: RunConfig) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_other_trainers_run_the_kernel_of_torchs_call_on_every_machine(builds, monkeypatch):
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: builds)
+    eager = {"compile__enabled": "false"}
+    for asked in (run(**eager), run(**eager, train__sequence_length=SHORT), run(**eager, precision__policy="fp32")):
+        for backend in (open_candidate("hf"), MyGpt(), Foreign()):
+            assert on_its_device(asked, backend).attention.kernel == "flash"
+        for backend in (JaxBackend(), OwnSession()):
+            assert on_its_device(asked, backend).attention.kernel == "auto"
+    named = run(attention__kernel="math")
+    assert on_its_device(named, Foreign()) == named
+
+
+def test_that_kernel_is_for_the_cpu_and_for_scores_without_a_cap():
+    capped = run(model__attention_cap=50)
+    assert with_kernel_of_torch(capped, "cpu") == capped
+    assert settled(capped, "cpu").attention.kernel == "math"
+    assert with_kernel_of_torch(run(), "cuda") == run()
 
 
 def test_a_kernel_that_is_not_there_has_another_one_in_its_place(monkeypatch):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.backend import Backend, NotSupported
-from lockstep.core.capabilities import Describes, ask
+from lockstep.core.capabilities import Describes, ResolvesKernel, ask
+from lockstep.core.config.auto import with_kernel_of_torch
 from lockstep.core.config.file import shortened
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.data.memory import total_memory_bytes
@@ -154,12 +155,24 @@ def description(backend: Backend, config: RunConfig) -> Mapping[str, Any]:
         return {}
 
 
+def resolves_kernel(backend: Backend) -> bool:
+    """Return whether a backend runs the kernel for which `attention.kernel = "auto"` stands."""
+    try:
+        return ask(backend, ResolvesKernel).resolves_kernel
+    except NotSupported:
+        return False
+
+
 def on_its_device(config: RunConfig, backend: Backend) -> RunConfig:
     """Return the configuration with `device` resolved: the twin follows the attention kernel of that device.
+
+    `attention.kernel = "auto"` becomes the kernel of torch's own call if the backend has no kernels of Lockstep's.
 
     Raises UserError if the run cannot fit into this machine's memory.
     """
     kind = description(backend, config).get("device_kind", "cpu")
     config = config.model_copy(update={"device": kind})
+    if not resolves_kernel(backend):
+        config = with_kernel_of_torch(config, kind)
     require_memory(config, total_memory_bytes())
     return config
