@@ -13,7 +13,7 @@ from lockstep.core.config.auto import settled
 from lockstep.core.config.schema import RunConfig
 from lockstep.torch_backend.attention import check_kernel, in_force
 from lockstep.torch_backend.device import resolve_device
-from lockstep.torch_backend.host_memory import keep_freed_memory
+from lockstep.torch_backend.host_memory import HOST_MEMORY
 from lockstep.torch_backend.kernels.bitsandbytes_adamw import check_bitsandbytes
 from lockstep.torch_backend.kernels.float8 import float8
 from lockstep.torch_backend.kernels.library_heads import check_head
@@ -44,7 +44,7 @@ class TorchBackend:
     def open(self, config: RunConfig) -> Session:
         """Open a session at the initial weights of `config`, over several ranks if `train.ranks` is above 1.
 
-        With one rank on the CPU, freed memory stays in this process from then on (torch_backend/host_memory.py).
+        With one rank on the CPU, the process keeps freed memory after the first step (torch_backend/host_memory.py).
 
         Raises UserError if the device is missing, or if a configured kernel, loss head, optimizer, deterministic mode
         or sharding cannot run on it.
@@ -58,7 +58,7 @@ class TorchBackend:
             # Several ranks share the machine's memory, so in a large check each rank returns its freed memory to the
             # system (core/parity/evidence/place.py).
             if resolve_device(config).type == "cpu":
-                keep_freed_memory()
+                HOST_MEMORY.begin()
             return self.open_rank(config)
         from lockstep.torch_backend.ranks import peer_session
 

@@ -36,6 +36,7 @@ from lockstep.core.train.skipped_steps import first_scalars, is_made, leaves_out
 from lockstep.torch_backend.checkpoint import Writer, WritingTorch
 from lockstep.torch_backend.checksums import checksums
 from lockstep.torch_backend.device import resolve_device
+from lockstep.torch_backend.host_memory import HOST_MEMORY
 from lockstep.torch_backend.kernels.float8 import amaxes_seen, apply_float8, float8, set_amaxes
 from lockstep.torch_backend.kernels.loss_head import apply_loss_head, has_own_head
 from lockstep.torch_backend.kernels.recompute import apply_recompute
@@ -334,6 +335,7 @@ class TorchSession(Observes):
                 metrics |= norms_by_group(
                     groups_of(self.config.model), group_norms, self._norms(before), self._norms(updates)
                 )
+        HOST_MEMORY.keep()
         self.step_timer.end()
         return replace(record, metrics=metrics)
 
