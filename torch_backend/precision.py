@@ -315,7 +315,8 @@ def by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return made
 
 
-# An operation of its own: Inductor would copy transposed operands, which oneDNN reads as they are.
+# An operation of its own: Inductor would copy transposed operands. oneDNN reads a transposed right one as it is; torch
+# copies a transposed left one.
 torch.library.define("lockstep::product_by_onednn", "(Tensor left, Tensor right) -> Tensor")
 
 

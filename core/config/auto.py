@@ -18,8 +18,8 @@ Neither condition depends on the micro-batch, so its size changes only the memor
 
 AdamW is torch's fused kernel if torch has one.
 
-FP32 products use oneDNN on x86 processors that are not made by Intel, because MKL uses only AVX2 on them, and BLAS on
-others (measured on AMD's and Intel's: docs/guide/levers.md).
+FP32 products use oneDNN on x86 processors with AVX-512 that are not made by Intel, because MKL uses only AVX2 on them.
+They use BLAS on others (measured on AMD's and Intel's: docs/guide/levers.md).
 
 Products of bf16 operands with an FP32 result, those of the head, use oneDNN's block product on x86 processors with bf16
 instructions, if there is a C++ compiler to build it; else they are computed from FP32 copies of the operands.
@@ -95,7 +95,7 @@ def _other_kernel(config: RunConfig) -> str:
 def _library(config: RunConfig) -> str:
     if FORMATS[config.precision.operand].by_blocks and builds_bf16_products():
         return "brgemm"
-    return "blas" if vendor() in ("", "GenuineIntel") else "onednn"
+    return "onednn" if has_avx512() and vendor() not in ("", "GenuineIntel") else "blas"
 
 
 def vendor() -> str:
@@ -103,13 +103,18 @@ def vendor() -> str:
     return _reported("vendor_id")
 
 
+def has_avx512() -> bool:
+    """Return whether this x86 processor has the AVX-512 instructions that oneDNN uses, as Linux reports them."""
+    return set(_reported("flags").split()) >= AVX512
+
+
 def multiplies_bf16() -> bool:
     """Return whether torch has fast bf16 products on this processor, as Linux reports its instructions.
 
     On x86 it has them with AVX-512, and with AVX2's later instructions for bf16. Elsewhere the answer is True.
     """
-    flags = set(_reported("flags").split())
-    return not flags or flags >= AVX512 or "avx_ne_convert" in flags
+    flags = _reported("flags").split()
+    return not flags or has_avx512() or "avx_ne_convert" in flags
 
 
 def builds_bf16_products() -> bool:

@@ -37,12 +37,12 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.precision import BF16_BY_ONEDNN
 
 CPU = gpu_named("cpu")
-READ = auto.multiplies_bf16
 
 
 @pytest.fixture(autouse=True)
 def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(auto, "has_avx512", lambda: True)
     # parity_tests/torch_backend/test_wide_product.py tests where it is True.
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
 
@@ -92,11 +92,12 @@ def test_the_instructions_are_read(flags, expected, tmp_path, monkeypatch):
         auto._reported.cache_clear()
 
 
-def test_the_processor_is_what_torch_finds():
+def test_the_processor_is_what_torch_finds(monkeypatch: pytest.MonkeyPatch):
     """Both must give one answer: one chooses the attention kernel, the other how products are computed."""
+    monkeypatch.undo()
     on_x86 = platform.machine() == "x86_64" and sys.platform == "linux"
     if on_x86 and torch.backends.mkldnn.is_available():
-        assert READ() is BF16_BY_ONEDNN
+        assert auto.multiplies_bf16() is BF16_BY_ONEDNN
 
 
 @pytest.mark.parametrize(

@@ -83,19 +83,21 @@ def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "policy", "compiled", "onednn"),
+    ("vendor", "avx512", "policy", "compiled", "onednn"),
     [
-        ("AuthenticAMD", "fp32", 0, 1),
-        ("AuthenticAMD", "tf32", 0, 1),
-        ("AuthenticAMD", "bf16", 0, 0),
-        ("AuthenticAMD", "fp32", 1, 1),
-        ("GenuineIntel", "fp32", 0, 0),
-        ("", "fp32", 0, 0),
+        ("AuthenticAMD", True, "fp32", 0, 1),
+        ("AuthenticAMD", True, "tf32", 0, 1),
+        ("AuthenticAMD", True, "bf16", 0, 0),
+        ("AuthenticAMD", True, "fp32", 1, 1),
+        ("AuthenticAMD", False, "fp32", 0, 0),
+        ("GenuineIntel", True, "fp32", 0, 0),
+        ("", False, "fp32", 0, 0),
     ],
 )
-def test_auto(vendor, policy, compiled, onednn, monkeypatch):
+def test_auto(vendor, avx512, policy, compiled, onednn, monkeypatch):
     """MKL keeps to AVX2 on x86 processors that are not Intel's; a run from before the rule goes on with oneDNN."""
     monkeypatch.setattr(auto, "vendor", lambda: vendor)
+    monkeypatch.setattr(auto, "has_avx512", lambda: avx512)
     config = tiny_config(policy)
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
     assert (library_of(config) == "onednn") is bool(onednn)
