@@ -4,9 +4,9 @@ By default glibc returns large freed blocks to the system, and each new block ca
 CPU allocates and frees some hundred megabytes. With glibc's default thresholds the quickstart's step takes 20,000 to
 29,000 page faults, 5 to 9 % of its time. So freed memory is kept, in the heap.
 
-Weights, moments and the compiler's tables live as long as the run. They must not lie in that heap: a step's blocks
-would fill the holes between them badly, and the peak would be higher by a tenth. They are allocated before the end of
-the first step, and until then each large block has a mapping of its own.
+Weights and moments live as long as the run. In that heap they would leave holes between them that a step's blocks do
+not fit, and the peak would be higher by a tenth. They are allocated before the end of the first step, so until then
+each large block has a mapping of its own.
 """
 
 from __future__ import annotations
