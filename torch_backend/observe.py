@@ -415,7 +415,10 @@ class Observes(Programs):
     def evaluate(self, batch: Batch, policy: str | None = None) -> Arrays:
         """Return per-token `nll` and `top1` (B, S) of `batch`, in eager mode, under the run's policy or a named one."""
         tokens, targets, _ = self.to_device(batch)
-        chosen = replace(POLICIES[policy], library=self.policy.library) if policy else self.policy
+        chosen = POLICIES[policy] if policy else self.policy
+        # The run's library of products multiplies operands of the run's dtype.
+        if chosen.operand == self.policy.operand:
+            chosen = replace(chosen, library=self.policy.library)
         with torch.no_grad(), self._declaring(chosen.name):
             scored = partial(scores, self.model, self.config.loss.chunk)
             nll, top1 = self._run(scored, tokens, targets, chosen, *self.documents(batch))

@@ -39,8 +39,8 @@ class Policy:
 
     stream: dtype of all tensors except operands of products. operand: dtype of both operands of a matrix product.
     library: of products with an FP32 result on the CPU: "blas" (torch's), "onednn" (of FP32 operands) or "brgemm" (of
-    bf16 operands), which sum in different orders. casts: the plan of casts, which other tensors are rounded to the
-    operand dtype.
+    FP32 or bf16 operands), which may sum in different orders. casts: the plan of casts, which other tensors are rounded
+    to the operand dtype.
     """
 
     name: str
@@ -100,21 +100,21 @@ def policy_of(config: RunConfig) -> Policy:
     """Return the policy of a run. Raises UserError if its library of products is not there or cannot be built."""
     library = _library(config)
     if library == "brgemm":
-        block_product.build()
+        block_product.build(POLICIES[config.precision.policy].operand)
     return replace(POLICIES[config.precision.policy], library=library, casts=config.precision.plan)
 
 
 def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]:
     """Describe the products on the CPU for the table at start: their libraries, and roundings that torch adds."""
     told = {}
-    if (library := _library(config)) == "onednn":
-        told["FP32 products"] = "oneDNN"
-    operand = precision.FORMATS[config.precision.operand]
-    if device.type == "cpu" and operand.by_blocks and not config.precision.plan.rounds("logits"):
-        by_blocks = library == "brgemm"
-        told["bf16 products with FP32 results"] = (
-            "oneDNN's block product" if by_blocks else "from FP32 copies of their operands"
-        )
+    library, operand = _library(config), precision.FORMATS[config.precision.operand]
+    titles = {"onednn": "oneDNN", "brgemm": "oneDNN's block product"}
+    if operand.bytes == 4 and library in titles:
+        told["FP32 products"] = titles[library]
+    elif (
+        device.type == "cpu" and operand.bytes == 2 and operand.by_blocks and not config.precision.plan.rounds("logits")
+    ):
+        told["bf16 products with FP32 results"] = titles.get(library, "from FP32 copies of their operands")
     if _is_slow(DTYPES[config.precision.operand], device):
         told[f"{config.precision.operand} products"] = "computed in FP32, then rounded"
     return told
@@ -145,8 +145,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, policy: Policy, float
         y = float8.product(x, weight)
     elif slow(x):
         y = _Linear.apply(x, weight.to(policy.operand), None, by_fp32)
-    elif policy.library == "onednn" and x.dtype == torch.float32:
-        y = _Linear.apply(x, weight, None, by_onednn)
+    elif x.dtype == torch.float32 and policy.library != "blas":
+        product = by_onednn if policy.library == "onednn" else block_product.wide_product
+        y = _Linear.apply(x, weight, None, product)
     else:
         y = F.linear(x, weight.to(policy.operand))
     return policy.kept(y if bias is None else y.to(policy.stream) + bias, "linear")
@@ -243,7 +244,7 @@ def wide_product(left: Tensor, right: Tensor, out: torch.dtype, library: str = "
     """Multiply two matrices of the operand dtype; the product has the stream dtype `out`, without another rounding."""
     if left.is_cuda and left.dtype != out:
         return torch.mm(left, right, out_dtype=out)
-    if _by_blocks(left, out, library):
+    if library == "brgemm":
         return block_product.wide_product(left, right)
     # torch's own products on the CPU have the dtype of their operands; products of bf16 values are exact in FP32.
     product = by_onednn if library == "onednn" and out == torch.float32 else torch.mm
@@ -254,19 +255,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, library: str = "blas
     """Add the wide product of two matrices of the operand dtype to `total`, of the stream dtype, in place.
 
     On CUDA, and by oneDNN's block product on the CPU, the product adds to `total` as it writes (beta = 1), with the
-    roundings of a separate product and sum. Elsewhere the product is computed first.
+    roundings of a separate product and sum; of FP32 operands, every 512 terms. Elsewhere the product is computed first.
     """
     if left.is_cuda and left.dtype != total.dtype:
         _add_product(total, left, right)
-    elif _by_blocks(left, total.dtype, library):
+    elif library == "brgemm":
         block_product.add_wide_product(total, left, right)
     else:
         total += wide_product(left, right, total.dtype, library)
-
-
-def _by_blocks(left: Tensor, out: torch.dtype, library: str) -> bool:
-    # `evaluate` may use another policy than the run's, with operands of another dtype.
-    return library == "brgemm" and left.dtype == torch.bfloat16 and out == torch.float32
 
 
 # A custom operation: Inductor would write the sum into a new tensor.

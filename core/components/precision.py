@@ -35,9 +35,9 @@ FORMATS: dict[str, Format] = {
     found.name: found
     for found in (
         Format("fp64", 8, 2.0**-53),
-        Format("fp32", 4, 2.0**-24),
+        Format("fp32", 4, 2.0**-24, by_blocks=True),
         # The tensor cores read 10 of its fraction's bits.
-        Format("tf32", 4, 2.0**-11, as_read=True),
+        Format("tf32", 4, 2.0**-11, as_read=True, by_blocks=True),
         Format("bf16", 2, 2.0**-8, by_fp32="without bf16 instructions", by_blocks=True),
         Format("fp16", 2, 2.0**-11, by_fp32="always"),
         Format("fp8", 1, 2.0**-4),

@@ -18,11 +18,12 @@ Neither condition depends on the micro-batch, so its size changes only the memor
 
 AdamW is torch's fused kernel if torch has one.
 
-FP32 products use oneDNN on x86 processors with AVX-512 that are not made by Intel, because MKL uses only AVX2 on them.
-They use BLAS on others (measured on AMD's and Intel's: docs/guide/levers.md).
+FP32 products use oneDNN on x86 processors with AVX-512 that are not made by Intel, because MKL uses only AVX2 on them:
+its block product, if there is a C++ compiler to build Lockstep's loops around it, else its product of whole matrices.
+They use BLAS on other processors (measured on AMD's and Intel's: docs/guide/levers.md).
 
 Products of bf16 operands with an FP32 result, those of the head, use oneDNN's block product on x86 processors with bf16
-instructions, if there is a C++ compiler to build it; else they are computed from FP32 copies of the operands.
+instructions, if there is a C++ compiler; else they are computed from FP32 copies of the operands.
 
 A trainer that is not Lockstep's and calls torch's attention runs `flash` on every CPU (`with_kernel_of_torch`).
 
@@ -68,7 +69,7 @@ BEFORE: Mapping[str, Any] = {
 def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
     return {
-        KERNEL: BLOCKS if _attends_by_blocks(config) and builds_bf16_products() else _other_kernel(config),
+        KERNEL: BLOCKS if _attends_by_blocks(config) and _builds(config) else _other_kernel(config),
         "optim.fused": True,
         PRODUCTS: _library(config),
         COMPILED_PRODUCTS: _library(config),
@@ -78,8 +79,8 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
 def _attends_by_blocks(config: RunConfig) -> bool:
     """Return whether attention's operands are for the block product: bf16, heads of an even width, no mask, no cap."""
     model, masked = config.model, config.attention.document_mask or config.model.window > 0
-    by_blocks = FORMATS[config.precision.operand].by_blocks
-    return by_blocks and not masked and not model.attention_cap and model.head_dim % 2 == 0
+    of_operands = config.precision.operand in ATTENTION_KERNELS[BLOCKS].operands
+    return of_operands and not masked and not model.attention_cap and model.head_dim % 2 == 0
 
 
 def _other_kernel(config: RunConfig) -> str:
@@ -93,9 +94,17 @@ def _other_kernel(config: RunConfig) -> str:
 
 
 def _library(config: RunConfig) -> str:
-    if FORMATS[config.precision.operand].by_blocks and builds_bf16_products():
+    narrow = config.precision.operand in NARROW
+    gains = narrow or (has_avx512() and vendor() not in ("", "GenuineIntel"))
+    if gains and _builds(config):
         return "brgemm"
-    return "onednn" if has_avx512() and vendor() not in ("", "GenuineIntel") else "blas"
+    return "onednn" if gains and not narrow else "blas"
+
+
+def _builds(config: RunConfig) -> bool:
+    """Return whether this machine has block products of a run's operands."""
+    operand = FORMATS[config.precision.operand]
+    return operand.by_blocks and (builds_bf16_products() if operand.name in NARROW else builds_products())
 
 
 def vendor() -> str:
@@ -119,8 +128,12 @@ def multiplies_bf16() -> bool:
 
 def builds_bf16_products() -> bool:
     """Return whether this x86 processor has bf16 instructions, and this machine the C++ compiler that torch calls."""
-    has_instructions = not BF16_INSTRUCTIONS.isdisjoint(_reported("flags").split())
-    return has_instructions and shutil.which(os.environ.get("CXX", "g++")) is not None
+    return not BF16_INSTRUCTIONS.isdisjoint(_reported("flags").split()) and builds_products()
+
+
+def builds_products() -> bool:
+    """Return whether this machine has the C++ compiler that torch calls."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 @cache
@@ -160,24 +173,24 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     changes: dict[str, Section] = {}
     if config.attention.chosen is AUTO:
         kernel = chosen[KERNEL]
-        if ATTENTION_KERNELS[kernel].only_cpu and not (_attends_by_blocks(config) and builds_bf16_products()):
+        if ATTENTION_KERNELS[kernel].only_cpu and not (_attends_by_blocks(config) and _builds(config)):
             # The run is of another machine, or this is a branch of it with other operands.
             kernel = _other_kernel(config)
         changes["attention"] = config.attention.model_copy(update={"kernel": kernel})
     if config.optim.fused == "auto" and (config.optim.chosen.fused or config.precision.exact):
         changes["optim"] = config.optim.model_copy(update={"fused": chosen["optim.fused"]})
     config = config.model_copy(update=changes) if changes else config
-    uses = operand.by_blocks or operand.bytes == 4
-    if not uses or config.precision.cpu_products != "auto":
+    if not operand.by_blocks or config.precision.cpu_products != "auto":
         return config
+    narrow = operand.name in NARROW
     of_fp32_program = COMPILED_PRODUCTS if config.compile.enabled else PRODUCTS
-    library = chosen[PRODUCTS if operand.by_blocks else of_fp32_program]
-    if operand.by_blocks and not (library == "brgemm" and builds_bf16_products()):
+    library = chosen[PRODUCTS if narrow else of_fp32_program]
+    if narrow and not (library == "brgemm" and _builds(config)):
         # Copies: the run is of another machine, or from before the block product, when it recorded a library of FP32
         # operands. With `auto` left here, a session would choose by its own machine.
         library = "blas"
-    if library == "brgemm" and not operand.by_blocks:
-        # A branch in FP32 of a run in bf16.
+    if library == "brgemm" and not _builds(config):
+        # The run is of another machine.
         library = _library(config)
     return _with_products(config, library)
 
@@ -195,7 +208,7 @@ def with_kernel_of_torch(config: RunConfig, device: str) -> RunConfig:
 
 def moved(config: RunConfig) -> RunConfig:
     """Return a settled configuration of another machine, with `auto` for block products if this one lacks them."""
-    if builds_bf16_products():
+    if _builds(config):
         return config
     if config.attention.chosen.only_cpu:
         config = _with_kernel(config, AUTO.name)

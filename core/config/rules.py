@@ -195,8 +195,8 @@ def _onednn_is_for_the_cpu(products: str, device: str) -> str | None:
 
 
 def _blocks_attend_on_the_cpu(kernel: str, device: str, policy: str) -> str | None:
-    is_bf16 = FORMATS[POLICIES[policy].operand].by_blocks
-    if ATTENTION_KERNELS[kernel].only_cpu and (device != "cpu" or not is_bf16):
+    chosen = ATTENTION_KERNELS[kernel]
+    if chosen.only_cpu and (device != "cpu" or POLICIES[policy].operand not in chosen.operands):
         return f"{kernel} is attention of bf16 on the CPU: set device = cpu and a policy with bf16 operands"
     return None
 
@@ -213,9 +213,9 @@ def _blocks_have_even_heads(kernel: str, hidden: int, heads: int, head_width: in
     return None
 
 
-def _blocks_are_of_bf16(products: str, device: str, policy: str) -> str | None:
+def _has_block_products(products: str, device: str, policy: str) -> str | None:
     if products == "brgemm" and (device != "cpu" or not FORMATS[POLICIES[policy].operand].by_blocks):
-        return "oneDNN's block product is for bf16 on the CPU: set device = cpu and a policy with bf16 operands"
+        return "oneDNN's block product is for FP32 and bf16 on the CPU: set device = cpu and a policy of their operands"
     return None
 
 
@@ -304,7 +304,7 @@ RULES = (
     Rule(("optim.eight_bit", "optim.name"), _eight_bits_are_asked_for),
     Rule(("optim.fused", "optim.name", "precision.policy"), _fused_can_be),
     Rule(("precision.cpu_products", "device"), _onednn_is_for_the_cpu),
-    Rule(("precision.cpu_products", "device", "precision.policy"), _blocks_are_of_bf16),
+    Rule(("precision.cpu_products", "device", "precision.policy"), _has_block_products),
     Rule(("attention.grouped", "device"), _groups_have_a_twin),
     Rule(("precision.casts", "precision.policy"), _casts_suit_policy),
     Rule(("precision.casts", "loss.head"), _casts_suit_head),

@@ -289,7 +289,7 @@ class PrecisionConfig(Section):
     cpu_products: Literal["auto", "blas", "onednn", "brgemm"] = Field(
         "auto",
         description="library of products with FP32 results on the CPU: blas: torch's; onednn: of FP32 "
-        "operands; brgemm: oneDNN's, of bf16 operands; auto: the faster (docs/guide/levers.md)",
+        "operands; brgemm: oneDNN's block product, of FP32 or bf16 operands; auto: the faster (docs/guide/levers.md)",
     )
     fp8_layers: str = Field("blocks.*", description="names of block linears in FP8: patterns, separated by commas")
     fp8_fast_accumulation: bool = Field(

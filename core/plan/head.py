@@ -168,7 +168,8 @@ def _full_fused(z: Sizes, tied: bool) -> HeadMemory:
     late.make(gradient=weight)
     late.free_if("wide", "logits", "grad")
     late.free("x")
-    if tied and z.whole and (z.copies or not z.casts):
+    # Lockstep's own product is no operation of the compiler's, which joins no sum to it.
+    if tied and z.whole and (z.copies or not (z.casts or z.by_blocks)):
         return HeadMemory(forward.there, forward.phase, back.phase, logits, late.phase)
     return HeadMemory(forward.there, forward.phase, back.phase + late.phase, logits)
 
@@ -303,7 +304,8 @@ def _chunk_fused(forward: Tape, z: Sizes, rows: int, chunks: int, in_place: bool
     if z.by_blocks:
         forward.make(g_weight=weight)
         forward.make(logits=logits)
-        forward.make(grad=float(z.operand * rows * V))
+        # Without a cast in place of the logits.
+        forward.make(grad=float(z.operand * rows * V) if z.casts else 0.0)
         forward.free("grad", "logits")
         return
     if z.copies:

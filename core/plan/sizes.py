@@ -27,7 +27,7 @@ class Sizes:
     kernel: attention's. capped: it caps its scores. capped_logits: the model caps its logits. logits, residual:
     bytes of a logit, and of a number of the residual stream. autocast: see `sizes_of`. by_fp32: narrow products are
     computed from FP32 copies of their operands, which are freed after each. by_blocks: products with FP32 results are
-    oneDNN's of bf16 operands, which add in place. plan: what else is rounded.
+    oneDNN's in blocks, which add in place. plan: what else is rounded.
     """
 
     tokens: int

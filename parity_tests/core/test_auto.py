@@ -43,8 +43,9 @@ CPU = gpu_named("cpu")
 def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(auto, "has_avx512", lambda: True)
-    # parity_tests/torch_backend/test_wide_product.py tests where it is True.
+    # parity_tests/torch_backend/test_wide_product.py tests where they are True.
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    monkeypatch.setattr(auto, "builds_products", lambda: False)
 
 
 def run(**settings) -> RunConfig:
@@ -252,8 +253,9 @@ def test_what_is_settled_once_stays_on_any_machine(policy: str, monkeypatch: pyt
 
 
 def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatch):
-    """Copies of a bf16 run from before the block product stay. A branch in FP32 cannot keep the block product."""
-    monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    """Copies of a bf16 run from before the block product stay. A branch in FP32 keeps the block product."""
+    for builds in ("builds_bf16_products", "builds_products"):
+        monkeypatch.setattr(auto, builds, lambda: True)
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
 
     def products(policy: str, recorded: str) -> str:
@@ -261,10 +263,13 @@ def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatc
         return settled(config, "cpu", {"precision.cpu_products": recorded}).precision.cpu_products
 
     assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "brgemm"]
-    assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "onednn"]
-    # Opened on another machine, a run goes on with copies. A request by name stays, and a session refuses it.
-    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "brgemm"]
+    # Opened on another machine, a run in bf16 goes on with copies, and one in FP32 with oneDNN's whole products. A
+    # request by name stays, and a session refuses it.
+    for builds in ("builds_bf16_products", "builds_products"):
+        monkeypatch.setattr(auto, builds, lambda: False)
     assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "blas"]
+    assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "onednn"]
     asked = run(precision__cpu_products="brgemm")
     assert settled(asked, "cpu").precision.cpu_products == "brgemm"
 

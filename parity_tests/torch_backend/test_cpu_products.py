@@ -1,4 +1,4 @@
-"""FP32 products by oneDNN: the same mathematics in another order of sums, in force wherever it was asked for."""
+"""FP32 products by oneDNN, whole or in blocks: another order of sums at most, in force wherever it was asked for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from lockstep.core.config import auto
-from lockstep.core.config.auto import settled
+from lockstep.core.config.auto import builds_products, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import precision
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.kernels import wide_product as block_product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+with_compiler = pytest.mark.skipif(not builds_products(), reason="no C++ compiler")
 
 
 def opened(products, policy, head="chunked", compiled=None, **model):
@@ -44,29 +46,47 @@ def library_of(config, chosen=None, device="cpu"):
 
 
 @pytest.mark.parametrize("head", ["full", "chunked"])
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp64"])
-def test_orders_of_sums_are_all_that_differs(policy, head):
+@pytest.mark.parametrize(
+    ("library", "policy"),
+    [("onednn", "fp32"), ("onednn", "bf16"), ("onednn", "fp64"), pytest.param("brgemm", "fp32", marks=with_compiler)],
+)
+def test_orders_of_sums_are_all_that_differs(library, policy, head):
     """The longest sum has 512 terms: √512 · 2⁻²⁴ a product, a few times that through the chain; FP64 is not touched."""
-    blas, onednn = (gradients(which, policy, head, qkv_bias=True) for which in ("blas", "onednn"))
+    blas, other = (gradients(which, policy, head, qkv_bias=True) for which in ("blas", library))
     limit = {"fp32": 32 * np.sqrt(512) * 2.0**-24, "bf16": 32 * 2.0**-9, "fp64": 0.0}[policy]
-    apart = {name: relative(grad, blas.grads[name]) for name, grad in onednn.grads.items()}
+    apart = {name: relative(grad, blas.grads[name]) for name, grad in other.grads.items()}
     assert len(apart) == len(blas.grads) and max(apart.values()) <= limit, apart
-    assert onednn.loss == pytest.approx(blas.loss, rel=1e-6 if policy != "bf16" else 1e-4)
+    assert other.loss == pytest.approx(blas.loss, rel=1e-6 if policy != "bf16" else 1e-4)
 
 
+OPERATIONS = {"onednn": ("product_by_onednn",), "brgemm": ("wide_product", "add_wide_product")}
+
+
+@pytest.mark.parametrize("library", ["onednn", pytest.param("brgemm", marks=with_compiler)])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_program_has_the_products_of_eager_steps(backend):
+def test_a_compiled_program_has_the_products_of_eager_steps(library, backend):
     """Gradients differ from eager's by the program's fusions, and not by a library."""
     found, calls = {}, {}
+    names = [f"lockstep::{name}" for name in OPERATIONS[library]]
     for which in (None, backend):
-        session, batch = opened("onednn", "fp32", compiled=which)
+        session, batch = opened(library, "fp32", compiled=which)
         session.gradients(batch)  # the compiler's own calls have the operation's name too
         with torch.autograd.profiler.profile() as profile:
             found[which] = session.gradients(batch)
-        calls[which] = sum(event.name == "lockstep::product_by_onednn" for event in profile.function_events)
+        calls[which] = sum(event.name in names for event in profile.function_events)
     apart = {name: relative(grad, found[None].grads[name]) for name, grad in found[backend].grads.items()}
     assert max(apart.values()) <= (0.0 if backend == "aot_eager" else 32 * 2.0**-24), apart
     assert calls[backend] == calls[None] > 0
+
+
+@with_compiler
+def test_every_fp32_product_is_in_blocks(monkeypatch):
+    """Three products a linear and two micro-batches; of the head, three a chunk of 50 tokens, one of them added."""
+    seen, real = [], block_product._multiply
+    monkeypatch.setattr(block_product, "_multiply", lambda *of, **more: seen.append(more["add"]) or real(*of, **more))
+    gradients("brgemm", "fp32")
+    chunks = -(-2 * 32 // 50)
+    assert (seen.count(False), seen.count(True)) == (2 * (3 * 14 + 2 * chunks), 2 * chunks)
 
 
 @pytest.mark.parametrize(("policy", "linears"), [("fp32", 14), ("bf16", 0)])
@@ -94,13 +114,17 @@ def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
         ("", False, "fp32", 0, 0),
     ],
 )
-def test_auto(vendor, avx512, policy, compiled, onednn, monkeypatch):
+@pytest.mark.parametrize("builds", [False, True], ids=["no compiler", "compiler"])
+def test_auto(vendor, avx512, policy, compiled, onednn, builds, monkeypatch):
     """MKL keeps to AVX2 on x86 processors that are not Intel's; a run from before the rule goes on with oneDNN."""
     monkeypatch.setattr(auto, "vendor", lambda: vendor)
     monkeypatch.setattr(auto, "has_avx512", lambda: avx512)
+    monkeypatch.setattr(auto, "builds_products", lambda: builds)
+    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
     config = tiny_config(policy)
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})
-    assert (library_of(config) == "onednn") is bool(onednn)
+    library = ("brgemm" if builds else "onednn") if onednn else "blas"
+    assert settled(config, "cpu").precision.cpu_products == library
     assert (library_of(config, {}) == "onednn") is (policy != "bf16" and not compiled)
     assert library_of(settled(config, "cpu", {}), device="cuda") == "blas"
     told = precision.products_in_force(settled(config, "cpu"), torch.device("cpu"))

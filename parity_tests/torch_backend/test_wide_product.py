@@ -1,4 +1,4 @@
-"""Products of bf16 operands with FP32 results by oneDNN's block product: exact where sums are, whatever the strides."""
+"""Products with FP32 results by oneDNN's block product: exact where sums are, whatever the strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.core.config import auto
-from lockstep.core.config.auto import builds_bf16_products, settled
+from lockstep.core.config.auto import builds_bf16_products, builds_products, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.parity_tests.cross.variants import relative
@@ -20,6 +20,11 @@ from lockstep.torch_backend.kernels.chunked_loss import chunked_loss
 from lockstep.torch_backend.precision import POLICIES, products_in_force
 
 runs_here = pytest.mark.skipif(not builds_bf16_products(), reason="no x86 instructions for bf16, or no C++ compiler")
+builds = pytest.mark.skipif(not builds_products(), reason="no C++ compiler")
+OPERANDS = [
+    pytest.param(torch.bfloat16, marks=runs_here, id="bf16"),
+    pytest.param(torch.float32, marks=builds, id="fp32"),
+]
 
 
 def transposed(draw):
@@ -37,11 +42,11 @@ def integers(rows, columns):
     return torch.randint(-8, 9, (rows, columns)).bfloat16()
 
 
-@runs_here
+@pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("right", [integers, transposed(integers), strided(integers)], ids=["rows", "columns", "steps"])
 @pytest.mark.parametrize("left", [integers, transposed(integers), strided(integers)], ids=["rows", "columns", "steps"])
-def test_exact_in_every_layout(left, right):
-    """Sizes below, at and above the blocks of 64 columns and 128 rows; odd ones, and none."""
+def test_exact_in_every_layout(left, right, operand):
+    """Sizes below, at and above the blocks of 64 or 128 columns, 128 rows and 512 terms; odd ones, and none."""
     for m, k, n in [
         (1, 1, 1),
         (3, 5, 7),
@@ -49,10 +54,14 @@ def test_exact_in_every_layout(left, right):
         (129, 33, 65),
         (300, 129, 130),
         (2, 300, 64),
+        (130, 513, 140),
+        (3, 1024, 257),
         (4, 0, 3),
         (0, 2, 3),
     ]:
         a, b = left(m, k), right(k, n)
+        if operand != a.dtype:
+            a, b = (torch.empty_strided(x.shape, x.stride(), dtype=operand).copy_(x) for x in (a, b))
         exact = a.float() @ b.float()
         made = block_product.wide_product(a, b)
         assert made.dtype == torch.float32 and torch.equal(made, exact)
@@ -60,10 +69,10 @@ def test_exact_in_every_layout(left, right):
         assert torch.equal(made, 2 * exact)
 
 
-@runs_here
-def test_sums_are_of_fp32():
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_sums_are_of_fp32(operand):
     """|error| ≤ k · 2⁻²⁴ · |A|·|B|; a sum or a result in bf16 would be 2⁻⁹ off."""
-    a, b = torch.randn(70, 512).bfloat16(), torch.randn(512, 90).bfloat16()
+    a, b = torch.randn(70, 512).to(operand), torch.randn(512, 90).to(operand)
     exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     product = block_product.wide_product(a, b)
     assert ((product - exact).abs() <= 512 * 2.0**-24 * size).all()
@@ -78,9 +87,10 @@ def test_what_it_does_not_multiply_is_refused():
     a, b = integers(4, 6), integers(6, 5)
     with pytest.raises(ValueError, match=r"\(4, 6\) · \(5, 6\) is not"):
         block_product.wide_product(a, b.T)
-    with pytest.raises(ValueError, match="bf16 matrices into a contiguous FP32"):
-        block_product.wide_product(a.float(), b.float())
-    with pytest.raises(ValueError, match="bf16 matrices into a contiguous FP32"):
+    for wrong in (a.double(), b.double()), (a.float(), b), (a.half(), b.half()):
+        with pytest.raises(ValueError, match="bf16 or FP32 into a contiguous FP32"):
+            block_product.wide_product(*wrong)
+    with pytest.raises(ValueError, match="bf16 or FP32 into a contiguous FP32"):
         block_product.add_wide_product(torch.zeros(5, 4).T, a, b)
 
 
@@ -174,8 +184,8 @@ def test_what_a_run_recorded_stays_in_force(monkeypatch):
     assert recorded.precision.cpu_products == "brgemm"
     # Opened elsewhere, or under another policy.
     assert settled(recorded, "cuda").precision.cpu_products == "auto"
-    in_fp32 = recorded.model_copy(update={"precision": recorded.precision.model_copy(update={"policy": "fp32"})})
-    assert settled(in_fp32, "cpu").precision.cpu_products in ("blas", "onednn")
+    in_fp16 = recorded.model_copy(update={"precision": recorded.precision.model_copy(update={"policy": "fp16"})})
+    assert settled(in_fp16, "cpu").precision.cpu_products == "auto"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("g++ failed\nno such file"), OSError("noexec"), MemoryError()])
