@@ -1,5 +1,6 @@
-// Causal attention of bf16 operands on the CPU (block_attention.py), FlashAttention-2 (Dao 2023) by the block product of
-// oneDNN that torch exports: at::native::cpublas::brgemm, which sums in FP32. packing.h stands before this file.
+// Causal attention of bf16 or FP32 operands on the CPU (block_attention.py), FlashAttention-2 (Dao 2023) by the block
+// product of oneDNN that torch exports: at::native::cpublas::brgemm, which sums in FP32. packing.h stands before this
+// file.
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
@@ -9,11 +10,30 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 namespace {
 
-// Forward: a block of queries beside all its keys, KEYS at a time. Backward: a block of keys beside QUERIES at a time.
-constexpr int64_t ROWS = 128, KEYS = 512, COLUMNS = 64, QUERIES = 256, LANES = 16;
+// Operands are of type T: BFloat16 or float. A product's right operand lies in words of 32 bits: an FP32 number, or a
+// pair of bf16 numbers, of two rows (VNNI).
+template <class T>
+constexpr bool IN_PAIRS = std::is_same_v<T, BFloat16>;
+template <class T>
+constexpr int64_t PAIRED = IN_PAIRS<T> ? 2 : 1;
+// Forward: a block of ROWS queries beside all its keys, KEYS at a time. Backward: a block of COLUMNS keys beside
+// QUERIES at a time. Small blocks compute fewer scores above the diagonal, which take longer in FP32, but cost more
+// calls.
+template <class T>
+constexpr int64_t ROWS = IN_PAIRS<T> ? 128 : 32;
+template <class T>
+constexpr int64_t COLUMNS = IN_PAIRS<T> ? 64 : 32;
+constexpr int64_t KEYS = 512, QUERIES = 256;
+// Numbers in a vector of the processor: a compiler takes wider vectors apart, into slow programs.
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16;
+#else
+constexpr int64_t LANES = 8;
+#endif
 // Lengths of rows in memory. Rows that are a power of two apart would share a few lines of the cache.
 constexpr int64_t OF_KEYS = KEYS + LANES, OF_QUERIES = QUERIES + LANES;
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
@@ -61,22 +81,28 @@ Words rounded(Floats x) {
   return x == x ? up : (bits | 0x400000u);
 }
 
-void store_bf16(BFloat16* to, Floats x) { store(to, __builtin_convertvector(rounded(x) >> 16, Halves)); }
+void store_rounded(BFloat16* to, Floats x) { store(to, __builtin_convertvector(rounded(x) >> 16, Halves)); }
 
-Floats load_bf16(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
+void store_rounded(float* to, Floats x) { store(to, x); }
 
-// Rounds n numbers times a factor to bf16.
-void round_row(const float* from, int64_t n, float factor, BFloat16* to) {
+Floats widened(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
+
+Floats widened(const float* from) { return load<Floats>(from); }
+
+// Rounds n numbers times a factor to T.
+template <class T>
+void round_row(const float* from, int64_t n, float factor, T* to) {
   int64_t e = 0;
-  for (; e + LANES <= n; e += LANES) store_bf16(to + e, load<Floats>(from + e) * factor);
-  for (; e < n; ++e) to[e] = BFloat16(from[e] * factor);
+  for (; e + LANES <= n; e += LANES) store_rounded(to + e, load<Floats>(from + e) * factor);
+  for (; e < n; ++e) to[e] = T(from[e] * factor);
 }
 
+template <class T>
 struct Heads {
-  const BFloat16* data;
+  const T* data;
   int64_t batch, head, row;  // strides in elements; a head's elements are contiguous
 
-  const BFloat16* at(int64_t b, int64_t h, int64_t s = 0) const { return data + b * batch + h * head + s * row; }
+  const T* at(int64_t b, int64_t h, int64_t s = 0) const { return data + b * batch + h * head + s * row; }
 };
 
 int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -84,20 +110,88 @@ int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 // The length in memory of a row of n elements.
 int64_t apart(int64_t n) { return padded(n) + LANES; }
 
-// The transpose of rows [0, n), in pairs of their elements: [width / 2][stride].
-void pack_transposed(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* to, int64_t stride) {
-  transpose_words(from, row * sizeof(BFloat16), n, width / 2, to, stride);
+// n rows as a product reads them: in whole pairs if they lie in pairs.
+template <class T>
+int64_t whole(int64_t n) {
+  return (n + PAIRED<T> - 1) / PAIRED<T> * PAIRED<T>;
 }
 
-// Rows [0, n) in pairs of rows: [(n + 1) / 2][width], with zeros after an odd n.
-void pack_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* to) {
-  for (int64_t p = 0; p < (n + 1) / 2; ++p) {
-    const BFloat16* upper = from + 2 * p * row;
-    pair_rows(upper, 2 * p + 1 < n ? upper + row : nullptr, width, to + p * width);
+template <class T>
+struct Block {
+  explicit Block(int64_t n) : held(new T[n + LANES]) {}
+  T* get() const { return held.get(); }
+  std::unique_ptr<T[]> held;
+};
+
+struct Right {
+  const void* words;
+  int64_t stride;  // words from a row, or a pair of rows, to the next
+};
+
+template <class T>
+void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t row, Right b, float* c, int64_t width, bool add) {
+  at::native::cpublas::brgemm(m, n, k, row, b.stride, width, add, a, static_cast<const T*>(b.words), c,
+                              IN_PAIRS<T>);
+}
+
+// Rows as a right operand: bf16 rows are copied in pairs, with zeros after an odd n; FP32 rows stay where they are.
+template <class T>
+struct RightRows;
+
+template <>
+struct RightRows<BFloat16> {
+  RightRows(int64_t n, int64_t width) : width(width), words((n + 1) / 2 * width) {}
+
+  void read(const BFloat16* from, int64_t row, int64_t n) {
+    for (int64_t i = 0; i < n; i += 2) {
+      const BFloat16* upper = from + i * row;
+      pair_rows(upper, i + 1 < n ? upper + row : nullptr, width, words.get() + i / 2 * width);
+    }
   }
+
+  Right at(int64_t i) const { return {words.get() + i / 2 * width, width}; }
+
+  int64_t width;
+  Block<uint32_t> words;
+};
+
+template <>
+struct RightRows<float> {
+  RightRows(int64_t, int64_t) {}
+
+  void read(const float* rows, int64_t row, int64_t) {
+    from = rows;
+    stride = row;
+  }
+
+  Right at(int64_t i) const { return {from + i * stride, stride}; }
+
+  const float* from = nullptr;
+  int64_t stride = 0;
+};
+
+// A block of FP32 numbers rounded to T: in memory of its own, or in place if T is FP32.
+template <class T>
+struct Rounded {
+  explicit Rounded(int64_t n) : block(n) {}
+  T* of(float*) const { return block.get(); }
+  Block<T> block;
+};
+
+template <>
+struct Rounded<float> {
+  explicit Rounded(int64_t) {}
+  float* of(float* from) const { return from; }
+};
+
+// The transpose of rows [0, n) as a right operand: [width / PAIRED][stride].
+template <class T>
+void pack_transposed(const T* from, int64_t row, int64_t n, int64_t width, uint32_t* to, int64_t stride) {
+  transpose_words(from, row * sizeof(T), n, width / PAIRED<T>, to, stride);
 }
 
-// The transpose of rows [0, n): [width][stride], with zeros after an odd n. words: memory for half as many.
+// The transpose of rows [0, n) as a left operand: [width][stride], with zeros after an odd n of bf16 rows. words:
+// memory for half as many numbers.
 void transpose_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width, uint32_t* words, BFloat16* to,
                     int64_t stride) {
   pack_transposed(from, row, n, width, words, stride);
@@ -112,18 +206,9 @@ void transpose_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width,
   }
 }
 
-void multiply(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t row, const uint32_t* b, int64_t stride, float* c,
-              int64_t width, bool add) {
-  at::native::cpublas::brgemm(m, n, k, row, stride, width, add, a, reinterpret_cast<const BFloat16*>(b), c,
-                              /*is_vnni=*/true);
+void transpose_rows(const float* from, int64_t row, int64_t n, int64_t width, uint32_t*, float* to, int64_t stride) {
+  pack_transposed(from, row, n, width, reinterpret_cast<uint32_t*>(to), stride);
 }
-
-template <class T>
-struct Block {
-  explicit Block(int64_t n) : held(new T[n + LANES]) {}
-  T* get() const { return held.get(); }
-  std::unique_ptr<T[]> held;
-};
 
 struct Shape {
   int64_t batch, heads, of_keys, length, width;
@@ -133,15 +218,17 @@ struct Shape {
 };
 
 // One block of queries of one head: out rows, and their logsumexp.
-void forward_rows(const Shape& s, const BFloat16* q, int64_t row, const uint32_t* keys, const uint32_t* values, int64_t first,
-                  int64_t m, float* scores, BFloat16* weights, float* sums, BFloat16* out, int64_t out_row, float* lse) {
+template <class T>
+void forward_rows(const Shape& s, const T* q, int64_t row, const uint32_t* keys, const RightRows<T>& values,
+                  int64_t first, int64_t m, float* scores, T* weights, float* sums, T* out, int64_t out_row,
+                  float* lse) {
   const int64_t stride = apart(s.length), E = s.width;
-  float top[ROWS], total[ROWS];
+  float top[ROWS<T>], total[ROWS<T>];
   std::fill(top, top + m, LOWEST);
   std::fill(total, total + m, 0.f);
   for (int64_t start = 0; start < first + m; start += KEYS) {
-    const int64_t n = std::min(KEYS, first + m - start), wide = padded(n), even = n + n % 2;
-    multiply(m, n, E, q, row, keys + start, stride, scores, OF_KEYS, false);
+    const int64_t n = std::min(KEYS, first + m - start), wide = padded(n);
+    multiply(m, n, E, q, row, {keys + start, stride}, scores, OF_KEYS, false);
     for (int64_t i = 0; i < m; ++i) {
       float* line = scores + i * OF_KEYS;
       const int64_t seen = std::min(n, std::max<int64_t>(0, first + i + 1 - start));
@@ -159,7 +246,7 @@ void forward_rows(const Shape& s, const BFloat16* q, int64_t row, const uint32_t
       for (int64_t j = 0; j < wide; j += LANES) {
         const Floats p = exponential(load<Floats>(line + j) - least);
         sum += p;
-        store_bf16(weights + i * OF_KEYS + j, p);
+        store_rounded(weights + i * OF_KEYS + j, p);
       }
       float added = 0.f;
       for (int64_t t = 0; t < LANES; ++t) added += sum[t];
@@ -168,7 +255,7 @@ void forward_rows(const Shape& s, const BFloat16* q, int64_t row, const uint32_t
       top[i] = now;
       for (int64_t e = 0; start && e < E; ++e) sums[i * E + e] *= before;
     }
-    multiply(m, E, even, weights, OF_KEYS, values + start / 2 * E, E, sums, E, start > 0);
+    multiply(m, E, whole<T>(n), weights, OF_KEYS, values.at(start), sums, E, start > 0);
   }
   for (int64_t i = 0; i < m; ++i) {
     const float inverse = 1.f / total[i];
@@ -177,52 +264,57 @@ void forward_rows(const Shape& s, const BFloat16* q, int64_t row, const uint32_t
   }
 }
 
-void forward(const Shape& s, const Heads& q, const Heads& k, const Heads& v, BFloat16* out, float* lse) {
-  const int64_t S = s.length, E = s.width, stride = apart(S), blocks = (S + ROWS - 1) / ROWS;
+template <class T>
+void forward(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, T* out, float* lse) {
+  const int64_t S = s.length, E = s.width, stride = apart(S), blocks = (S + ROWS<T> - 1) / ROWS<T>;
   const int64_t out_row = s.heads * E;
   at::parallel_for(0, s.batch * s.heads, 1, [&](int64_t begin, int64_t end) {
-    const Block<uint32_t> keys(E / 2 * stride), values((S + 1) / 2 * E);
-    const Block<float> scores(ROWS * OF_KEYS), sums(ROWS * E);
-    const Block<BFloat16> weights(ROWS * OF_KEYS);
+    const Block<uint32_t> keys(E / PAIRED<T> * stride);
+    RightRows<T> values(S, E);
+    const Block<float> scores(ROWS<T> * OF_KEYS), sums(ROWS<T> * E);
+    const Rounded<T> weights(ROWS<T> * OF_KEYS);
     for (int64_t which = begin; which < end; ++which) {
       const int64_t b = which / s.heads, h = which % s.heads, g = h / s.group();
       if (which == begin || h % s.group() == 0) {
         pack_transposed(k.at(b, g), k.row, S, E, keys.get(), stride);
-        pack_rows(v.at(b, g), v.row, S, E, values.get());
+        values.read(v.at(b, g), v.row, S);
       }
       for (int64_t i = 0; i < blocks; ++i) {
-        const int64_t first = i * ROWS, m = std::min(ROWS, S - first);
-        forward_rows(s, q.at(b, h, first), q.row, keys.get(), values.get(), first, m, scores.get(), weights.get(), sums.get(),
-                     out + (b * S + first) * out_row + h * E, out_row, lse + which * S + first);
+        const int64_t first = i * ROWS<T>, m = std::min(ROWS<T>, S - first);
+        forward_rows(s, q.at(b, h, first), q.row, keys.get(), values, first, m, scores.get(), weights.of(scores.get()),
+                     sums.get(), out + (b * S + first) * out_row + h * E, out_row, lse + which * S + first);
       }
     }
-    at::native::cpublas::brgemm_release();
+    at::native::cpublas::brgemm_release(IN_PAIRS<T>);
   });
 }
 
 // What the backward pass reads of one head's queries.
+template <class T>
 struct Queries {
   Queries(int64_t S, int64_t E)
-      : across(E / 2 * apart(S)), grad_across(E / 2 * apart(S)), rows((S + 1) / 2 * E),
-        grad_rows((S + 1) / 2 * E), delta(padded(S)), lse(padded(S)), sums(E * apart(S)) {}
-  Block<uint32_t> across, grad_across, rows, grad_rows;
+      : across(E / PAIRED<T> * apart(S)), grad_across(E / PAIRED<T> * apart(S)), rows(S, E), grad_rows(S, E),
+        delta(padded(S)), lse(padded(S)), sums(E * apart(S)) {}
+  Block<uint32_t> across, grad_across;
+  RightRows<T> rows, grad_rows;
   Block<float> delta, lse, sums;  // sums: the gradient of q, transposed
 };
 
-void prepare(const Shape& s, const BFloat16* q, int64_t row, const BFloat16* grad, int64_t grad_row, const BFloat16* out,
-             int64_t out_row, const float* lse, const Queries& to) {
+template <class T>
+void prepare(const Shape& s, const T* q, int64_t row, const T* grad, int64_t grad_row, const T* out, int64_t out_row,
+             const float* lse, Queries<T>& to) {
   const int64_t S = s.length, E = s.width, stride = apart(S);
   pack_transposed(q, row, S, E, to.across.get(), stride);
   pack_transposed(grad, grad_row, S, E, to.grad_across.get(), stride);
-  pack_rows(q, row, S, E, to.rows.get());
-  pack_rows(grad, grad_row, S, E, to.grad_rows.get());
+  to.rows.read(q, row, S);
+  to.grad_rows.read(grad, grad_row, S);
   std::memcpy(to.lse.get(), lse, S * sizeof(float));
   for (int64_t i = 0; i < S; ++i) {
-    const BFloat16 *g = grad + i * grad_row, *o = out + i * out_row;
+    const T *g = grad + i * grad_row, *o = out + i * out_row;
     Floats sums = {};
     float sum = 0.f;
     int64_t e = 0;
-    for (; e + LANES <= E; e += LANES) sums += load_bf16(g + e) * load_bf16(o + e);
+    for (; e + LANES <= E; e += LANES) sums += widened(g + e) * widened(o + e);
     for (; e < E; ++e) sum += float(g[e]) * float(o[e]);
     for (int64_t t = 0; t < LANES; ++t) sum += sums[t];
     to.delta.get()[i] = sum;
@@ -230,13 +322,15 @@ void prepare(const Shape& s, const BFloat16* q, int64_t row, const BFloat16* gra
   std::fill(to.sums.get(), to.sums.get() + E * stride, 0.f);
 }
 
-// Writes P and dS of a block of keys (rows) by queries (columns), rounded: P to `weights`, dS to `grads`, and dS in pairs
-// of rows to `pairs`. scores: q·k; of_weights: dO·v.
-void softmax_backward(const Shape& s, const Queries& of, int64_t key, int64_t n, int64_t query, int64_t m,
-                      const float* scores, const float* of_weights, BFloat16* weights, BFloat16* grads, uint32_t* pairs) {
+// Writes P and dS of a block of keys (rows) by queries (columns), rounded: P to `weights`, dS to `grads`, and in bf16
+// dS in pairs of rows to `pairs`. scores: q·k; of_weights: dO·v.
+template <class T>
+void softmax_backward(const Shape& s, const Queries<T>& of, int64_t key, int64_t n, int64_t query, int64_t m,
+                      const float* scores, const float* of_weights, T* weights, T* grads, uint32_t* pairs) {
   const int64_t wide = padded(m);
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int64_t j = 0; j < n + n % 2; ++j) {
+  Ints lane;
+  for (int64_t t = 0; t < LANES; ++t) lane[t] = static_cast<int32_t>(t);
+  for (int64_t j = 0; j < whole<T>(n); ++j) {
     for (int64_t i = 0; i < wide; i += LANES) {
       Floats p = {}, d = {};
       if (j < n) {
@@ -247,49 +341,55 @@ void softmax_backward(const Shape& s, const Queries& of, int64_t key, int64_t n,
         d = p * (load<Floats>(of_weights + j * OF_QUERIES + i) - load<Floats>(of.delta.get() + query + i));
         p = seen ? p : all(0.f);
         d = seen ? d : all(0.f);
-        store_bf16(weights + j * OF_QUERIES + i, p);
-        store_bf16(grads + j * OF_QUERIES + i, d);
+        store_rounded(weights + j * OF_QUERIES + i, p);
+        store_rounded(grads + j * OF_QUERIES + i, d);
       }
-      uint32_t* pair = pairs + j / 2 * OF_QUERIES + i;
-      const Words word = rounded(d);
-      store(pair, j % 2 ? (load<Words>(pair) | (word & 0xffff0000u)) : word >> 16);
+      if constexpr (IN_PAIRS<T>) {
+        uint32_t* pair = pairs + j / 2 * OF_QUERIES + i;
+        const Words word = rounded(d);
+        store(pair, j % 2 ? (load<Words>(pair) | (word & 0xffff0000u)) : word >> 16);
+      }
     }
   }
 }
 
-void backward_keys(const Shape& s, const Heads& q, const Heads& k, const Heads& v, const Heads& out, const Heads& grad,
-                   const float* lse, BFloat16* grad_q, BFloat16* grad_k, BFloat16* grad_v) {
+template <class T>
+void backward_keys(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, const Heads<T>& out,
+                   const Heads<T>& grad, const float* lse, T* grad_q, T* grad_k, T* grad_v) {
   const int64_t S = s.length, E = s.width, stride = apart(S), group = s.group();
   at::parallel_for(0, s.batch * s.of_keys, 1, [&](int64_t begin, int64_t end) {
-    std::unique_ptr<std::unique_ptr<Queries>[]> of(new std::unique_ptr<Queries>[group]);
-    for (int64_t g = 0; g < group; ++g) of[g] = std::make_unique<Queries>(S, E);
-    const Block<BFloat16> across(E * stride), weights(COLUMNS * OF_QUERIES), grads(COLUMNS * OF_QUERIES);
-    const Block<uint32_t> pairs(COLUMNS / 2 * OF_QUERIES), words(E * stride);
-    const Block<float> scores(COLUMNS * OF_QUERIES), of_weights(COLUMNS * OF_QUERIES), sum_k(COLUMNS * E), sum_v(COLUMNS * E);
+    std::unique_ptr<std::unique_ptr<Queries<T>>[]> of(new std::unique_ptr<Queries<T>>[group]);
+    for (int64_t g = 0; g < group; ++g) of[g] = std::make_unique<Queries<T>>(S, E);
+    const Block<T> across(E * stride);
+    const Rounded<T> weights(COLUMNS<T> * OF_QUERIES), grads(COLUMNS<T> * OF_QUERIES);
+    const Block<uint32_t> pairs(IN_PAIRS<T> ? COLUMNS<T> / 2 * OF_QUERIES : 0), words(E * stride);
+    const Block<float> scores(COLUMNS<T> * OF_QUERIES), of_weights(COLUMNS<T> * OF_QUERIES);
+    const Block<float> sum_k(COLUMNS<T> * E), sum_v(COLUMNS<T> * E);
     for (int64_t which = begin; which < end; ++which) {
       const int64_t b = which / s.of_keys, h = which % s.of_keys;
       for (int64_t g = 0; g < group; ++g) {
         const int64_t one = h * group + g;
-        prepare(s, q.at(b, one), q.row, grad.at(b, one), grad.row, out.at(b, one), out.row, lse + (b * s.heads + one) * S,
-                *of[g]);
+        prepare(s, q.at(b, one), q.row, grad.at(b, one), grad.row, out.at(b, one), out.row,
+                lse + (b * s.heads + one) * S, *of[g]);
       }
       transpose_rows(k.at(b, h), k.row, S, E, words.get(), across.get(), stride);
-      for (int64_t key = 0; key < S; key += COLUMNS) {
-        const int64_t n = std::min(COLUMNS, S - key);
+      for (int64_t key = 0; key < S; key += COLUMNS<T>) {
+        const int64_t n = std::min(COLUMNS<T>, S - key);
         bool add = false;
         for (int64_t g = 0; g < group; ++g) {
-          const Queries& one = *of[g];
+          const Queries<T>& one = *of[g];
           for (int64_t query = key; query < S; query += QUERIES) {
-            const int64_t m = std::min(QUERIES, S - query), whole = m + m % 2;
-            multiply(n, m, E, k.at(b, h, key), k.row, one.across.get() + query, stride, scores.get(), OF_QUERIES, false);
-            multiply(n, m, E, v.at(b, h, key), v.row, one.grad_across.get() + query, stride, of_weights.get(), OF_QUERIES,
+            const int64_t m = std::min(QUERIES, S - query);
+            multiply(n, m, E, k.at(b, h, key), k.row, {one.across.get() + query, stride}, scores.get(), OF_QUERIES,
                      false);
-            softmax_backward(s, one, key, n, query, m, scores.get(), of_weights.get(), weights.get(), grads.get(),
-                             pairs.get());
-            multiply(n, E, whole, weights.get(), OF_QUERIES, one.grad_rows.get() + query / 2 * E, E, sum_v.get(), E, add);
-            multiply(n, E, whole, grads.get(), OF_QUERIES, one.rows.get() + query / 2 * E, E, sum_k.get(), E, add);
-            multiply(E, m, n + n % 2, across.get() + key, stride, pairs.get(), OF_QUERIES, one.sums.get() + query, stride,
-                     true);
+            multiply(n, m, E, v.at(b, h, key), v.row, {one.grad_across.get() + query, stride}, of_weights.get(),
+                     OF_QUERIES, false);
+            T *p = weights.of(scores.get()), *d = grads.of(of_weights.get());
+            softmax_backward(s, one, key, n, query, m, scores.get(), of_weights.get(), p, d, pairs.get());
+            const Right of_grads = {IN_PAIRS<T> ? static_cast<const void*>(pairs.get()) : d, OF_QUERIES};
+            multiply(n, E, whole<T>(m), p, OF_QUERIES, one.grad_rows.at(query), sum_v.get(), E, add);
+            multiply(n, E, whole<T>(m), d, OF_QUERIES, one.rows.at(query), sum_k.get(), E, add);
+            multiply(E, m, whole<T>(n), across.get() + key, stride, of_grads, one.sums.get() + query, stride, true);
             add = true;
           }
         }
@@ -307,7 +407,7 @@ void backward_keys(const Shape& s, const Heads& q, const Heads& k, const Heads& 
         }
       }
     }
-    at::native::cpublas::brgemm_release();
+    at::native::cpublas::brgemm_release(IN_PAIRS<T>);
   });
 }
 
@@ -324,27 +424,45 @@ const char* guarded(const Work& work) {
   }
 }
 
-Heads heads(const void* data, const int64_t* strides) {
-  return {static_cast<const BFloat16*>(data), strides[0], strides[1], strides[2]};
+template <class T>
+Heads<T> heads(const void* data, const int64_t* strides) {
+  return {static_cast<const T*>(data), strides[0], strides[1], strides[2]};
+}
+
+template <class T>
+const char* attention(const void* q, const void* k, const void* v, void* out, float* lse, const int64_t* shape,
+                      const int64_t* strides, float scale) {
+  return guarded([&] {
+    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+    forward(s, heads<T>(q, strides), heads<T>(k, strides + 3), heads<T>(v, strides + 6), static_cast<T*>(out), lse);
+  });
+}
+
+template <class T>
+const char* attention_backward(const void* q, const void* k, const void* v, const void* out, const void* grad,
+                               const float* lse, void* grad_q, void* grad_k, void* grad_v, const int64_t* shape,
+                               const int64_t* strides, float scale) {
+  return guarded([&] {
+    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
+    backward_keys(s, heads<T>(q, strides), heads<T>(k, strides + 3), heads<T>(v, strides + 6),
+                  heads<T>(out, strides + 9), heads<T>(grad, strides + 12), lse, static_cast<T*>(grad_q),
+                  static_cast<T*>(grad_k), static_cast<T*>(grad_v));
+  });
 }
 
 }  // namespace
 
+// Both return null, or the message of an error, which this thread's next call overwrites. wide: operands are FP32.
 extern "C" const char* lockstep_attention(const void* q, const void* k, const void* v, void* out, float* lse,
-                                          const int64_t* shape, const int64_t* strides, float scale) {
-  return guarded([&] {
-    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
-    forward(s, heads(q, strides), heads(k, strides + 3), heads(v, strides + 6), static_cast<BFloat16*>(out), lse);
-  });
+                                          const int64_t* shape, const int64_t* strides, int wide, float scale) {
+  const auto call = wide ? attention<float> : attention<BFloat16>;
+  return call(q, k, v, out, lse, shape, strides, scale);
 }
 
 extern "C" const char* lockstep_attention_backward(const void* q, const void* k, const void* v, const void* out,
                                                    const void* grad, const float* lse, void* grad_q, void* grad_k,
-                                                   void* grad_v, const int64_t* shape, const int64_t* strides, float scale) {
-  return guarded([&] {
-    const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
-    backward_keys(s, heads(q, strides), heads(k, strides + 3), heads(v, strides + 6), heads(out, strides + 9),
-                  heads(grad, strides + 12), lse, static_cast<BFloat16*>(grad_q), static_cast<BFloat16*>(grad_k),
-                  static_cast<BFloat16*>(grad_v));
-  });
+                                                   void* grad_v, const int64_t* shape, const int64_t* strides, int wide,
+                                                   float scale) {
+  const auto call = wide ? attention_backward<float> : attention_backward<BFloat16>;
+  return call(q, k, v, out, grad, lse, grad_q, grad_k, grad_v, shape, strides, scale);
 }

@@ -1,8 +1,9 @@
-"""Causal attention of bf16 operands on the CPU, by oneDNN's block product (block_attention.cpp).
+"""Causal attention of bf16 or FP32 operands on the CPU, by oneDNN's block product (block_attention.cpp).
 
-It is FlashAttention-2 (Dao 2023), and rounds as torch's flash kernel on CUDA does: P and dS become bf16 before their
-products, and gradients are summed in FP32. torch's flash kernel on the CPU adds the gradients of k and v in bf16, one
-block of queries after another, and takes its products from BLAS (docs/results/cpu_auto.md).
+It is FlashAttention-2 (Dao 2023). In bf16 it rounds as torch's flash kernel on CUDA does: P and dS become bf16 before
+their products, and gradients are summed in FP32. torch's flash kernel on the CPU adds the gradients of k and v in bf16,
+one block of queries after another, and takes its products from BLAS (docs/results/cpu_auto.md). In FP32 nothing is
+rounded between the products.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def block_attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float) -> Tensor:
-    """Return softmax(q·kᵀ·scale)·v of bf16 operands, (B, H, S, E); a query sees the keys up to its own position.
+    """Return softmax(q·kᵀ·scale)·v, (B, H, S, E); a query sees the keys up to its own position.
 
-    Heads of queries are a multiple of those of keys: each group has the keys of its own. E is even.
+    Operands are all bf16 or all FP32, and so is the result. Heads of queries are a multiple of those of keys: each
+    group has the keys of its own. In bf16, E is even. Raises ValueError for other operands.
     """
     out: Tensor = torch.ops.lockstep.attention.default(q_BHSE, k_BKSE, v_BKSE, scale)[0]
     return out
@@ -40,11 +42,13 @@ torch.library.define(
 
 @torch.library.impl("lockstep::attention", "CPU")
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    _check(q, k, v)
     q, k, v = _readable(q), _readable(k), _readable(v)
     out, lse = _shape_of_attention(q, k, v, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, lse))
-        _raise(build().lockstep_attention(*arrays, _shape(q, k), _strides(q, k, v), scale))
+        described = _shape(q, k), _strides(q, k, v), _wide(q.dtype)
+        _raise(build(q.dtype).lockstep_attention(*arrays, *described, scale))
     return out, lse
 
 
@@ -57,12 +61,14 @@ def _shape_of_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, out, grad)
     grad, q, k, v, out = _readable(grad), _readable(q), _readable(k), _readable(v), _readable(out)
     lse = lse.contiguous()
     made = _shapes_of_gradients(grad, q, k, v, out, lse, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, grad, lse, *made))
-        _raise(build().lockstep_attention_backward(*arrays, _shape(q, k), _strides(q, k, v, out, grad), scale))
+        described = _shape(q, k), _strides(q, k, v, out, grad), _wide(q.dtype)
+        _raise(build(q.dtype).lockstep_attention_backward(*arrays, *described, scale))
     return made
 
 
@@ -86,6 +92,21 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 torch.library.register_autograd("lockstep::attention", _backward, setup_context=_keep)
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, *of_shape_of_q: Tensor) -> None:
+    dtypes = {x.dtype for x in (q, k, v, *of_shape_of_q)}
+    if dtypes not in ({torch.bfloat16}, {torch.float32}):
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"block_attention takes operands that are all bf16 or all FP32, not {named}")
+    batch, heads, length, width = q.shape
+    of_keys = k.shape[1]
+    fits = k.shape == v.shape == (batch, of_keys, length, width) and heads == heads // max(of_keys, 1) * of_keys
+    if not fits or any(x.shape != q.shape for x in of_shape_of_q):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, *of_shape_of_q))
+        raise ValueError(f"block_attention: operands of the shapes {shapes} do not fit together")
+    if dtypes == {torch.bfloat16} and width % 2:
+        raise ValueError(f"block_attention multiplies pairs of bf16 numbers, and heads are {width} wide: odd")
+
+
 def _by_tokens(x_BHSE: Tensor) -> Tensor:
     """Return an empty tensor of the shape of x, with a token's heads side by side, as the next product reads them."""
     batch, heads, length, width = x_BHSE.shape
@@ -105,6 +126,10 @@ def _strides(*tensors: Tensor) -> Any:
     return _integers(*(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
+def _wide(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32
+
+
 def _integers(*values: int) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
 
@@ -115,10 +140,10 @@ def _raise(error: bytes | None) -> None:
 
 
 @cache
-def build() -> Any:
-    """Build and load the C++ functions.
+def build(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Build and load the C++ functions, for operands of a dtype.
 
-    Raises UserError if they cannot be built, or if oneDNN has no such product on this processor.
+    Raises UserError if they cannot be built, or if oneDNN has no product of that dtype on this processor.
     """
     try:
         loaded = library(SOURCE)
@@ -126,12 +151,12 @@ def build() -> Any:
         raise UserError(_refusal(str(error))) from error
     for name, pointers in (("lockstep_attention", 7), ("lockstep_attention_backward", 11)):
         function = getattr(loaded, name)
-        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_float]
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int, ctypes.c_float]
         function.restype = ctypes.c_char_p
-    one = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
+    one = torch.ones(1, 1, 2, 2, dtype=dtype)
     out, lse = _shape_of_attention(one, one, one, 1.0)
     arrays = (x.data_ptr() for x in (one, one, one, out, lse))
-    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), 1.0):
+    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), _wide(dtype), 1.0):
         raise UserError(_refusal(said.decode().splitlines()[0]))
     return loaded
 
