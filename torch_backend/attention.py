@@ -81,7 +81,8 @@ class Kernel:
     """Attention by the kernel of one name (AttentionConfig.kernel).
 
     grouped: keys may have fewer heads than queries. scale: factor of the scores; None is 1/√E, for heads of width E.
-    cap: scores become cap·tanh(score / cap); 0 is no cap.
+    cap: scores become cap·tanh(score / cap); 0 is no cap. operand: the run's operand dtype. A kernel of the CPU alone
+    multiplies it and FP32; `evaluate` may have others.
     """
 
     name: str = "auto"
@@ -89,13 +90,15 @@ class Kernel:
     grouped: bool = False
     scale: float | None = None
     cap: float = 0.0
+    operand: torch.dtype = torch.bfloat16
 
     @classmethod
     def of(cls, run: RunConfig) -> Kernel:
         """Return the kernel of a run."""
         chosen, model = run.attention, run.model
         grouped, scale = chosen.grouped == "kernel", model.attention_scale or None
-        return cls(chosen.kernel, run.deterministic, grouped, scale, model.attention_cap)
+        operand = DTYPES[run.precision.operand]
+        return cls(chosen.kernel, run.deterministic, grouped, scale, model.attention_cap, operand)
 
     @property
     def chosen(self) -> AttentionKernel:
@@ -133,8 +136,9 @@ class Kernel:
         assert mask is None or isinstance(mask, Tensor)
         if self.name == "fa3" and q_BHSE.dtype in LOW:
             return _fa3(q_BHSE, k_BHSE, v_BHSE, self.scale)
-        # `evaluate` may have other operands. A sample with a cache has fewer queries than keys.
-        if self.chosen.only_cpu and q_BHSE.dtype in dtypes(self.chosen) and q_BHSE.shape[2] == k_BHSE.shape[2]:
+        multiplies = q_BHSE.dtype in (self.operand, torch.float32)
+        # A sample with a cache has fewer queries than keys.
+        if self.chosen.only_cpu and multiplies and q_BHSE.shape[2] == k_BHSE.shape[2]:
             scale = self.scale or 1.0 / math.sqrt(q_BHSE.shape[-1])
             return block_attention.block_attention(q_BHSE, k_BHSE, v_BHSE, scale)
         backends = self.backends(q_BHSE.device.type, q_BHSE.dtype)
@@ -237,7 +241,7 @@ def check_kernel(config: RunConfig, device: torch.device) -> None:
     if why := refusal(config.attention, config.model.head_dim, dtype, Machine.of(device), masked):
         raise UserError(f"attention.kernel = {config.attention.kernel!r} cannot run: {why}")
     if settled(config, device.type).attention.chosen.only_cpu:
-        block_attention.build()
+        block_attention.build(dtype)
 
 
 def dtypes(kernel: AttentionKernel) -> list[torch.dtype]:

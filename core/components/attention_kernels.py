@@ -28,14 +28,14 @@ class AttentionKernel:
     title:    in messages.
     of_call:  it is one of those that torch's scaled_dot_product_attention chooses from.
     written_out: it writes the scores (S, S) of every head out, with nothing rounded between its two products.
-    operands: formats of q, k and v that it takes on CUDA.
+    operands: formats of q, k and v that it takes on CUDA; of a kernel of the CPU alone, there.
     widths:   head dimensions that it takes on CUDA: a multiple of the first, at least the second, at most the third.
     widest_on_hopper: the most from compute capability 9.0 on, where that is another one.
     bytes_at_a_time: head dimensions are a multiple of so many bytes, whatever `widths` allows; 0: of none.
     mask:     what keeps documents apart: a dense mask, or blocks of keys; None: it takes none on CUDA.
     mask_as_numbers: a dense mask is kept by every layer in the operand format.
     on_cpu:   why it does not run on the CPU; empty if it does.
-    only_cpu: it runs on the CPU alone, with bf16 operands (`FORMATS[…].by_blocks`) of an even width and without a mask.
+    only_cpu: it runs on the CPU alone, with `operands` of an even width and without a mask.
     wide_sums: on the CPU it sums gradients in FP32; torch's flash kernel there sums them in the operand format.
     capability: the least compute capability. only_hopper: it is for 9.x alone.
     needs:    what must be there: `cudnn`, `triton` or `fa3` of torch_backend/attention.py, `Machine`; empty: nothing.
@@ -128,7 +128,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
             "flash_brgemm",
             "flash attention by oneDNN's block product",
             of_call=False,
-            operands=("bf16",),
+            operands=("bf16", "fp32", "tf32"),
             widths=(2, 2, 1 << 30),
             mask=None,
             mask_as_numbers=False,

@@ -3,8 +3,9 @@
 The values depend on the run's configuration, the kernel and the library also on the machine. Both backends, the
 plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
-The attention kernel is `flash_brgemm` for bf16 operands without a mask, on x86 processors with bf16 instructions, if
-there is a C++ compiler to build it (measured: docs/results/cpu_auto.md). Otherwise it is `math`, which stores the
+The attention kernel is `flash_brgemm` for operands without a mask, if there is a C++ compiler to build it: bf16 on x86
+processors with bf16 instructions, FP32 on those that are not made by Intel, whose MKL, of which torch's kernel takes
+its products, uses AVX-512 (measured: docs/results/cpu_auto.md). Otherwise it is `math`, which stores the
 scores (S, S) of every head, if both conditions hold, else `flash` (measured: docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
@@ -69,7 +70,7 @@ BEFORE: Mapping[str, Any] = {
 def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
     return {
-        KERNEL: BLOCKS if _attends_by_blocks(config) and _builds(config) else _other_kernel(config),
+        KERNEL: BLOCKS if _attends_by_blocks(config) and _gains(config) else _other_kernel(config),
         "optim.fused": True,
         PRODUCTS: _library(config),
         COMPILED_PRODUCTS: _library(config),
@@ -77,7 +78,7 @@ def on_cpu(config: RunConfig) -> dict[str, Any]:
 
 
 def _attends_by_blocks(config: RunConfig) -> bool:
-    """Return whether attention's operands are for the block product: bf16, heads of an even width, no mask, no cap."""
+    """Return whether the block product can attend: bf16 or FP32, heads of an even width, no mask, no cap."""
     model, masked = config.model, config.attention.document_mask or config.model.window > 0
     of_operands = config.precision.operand in ATTENTION_KERNELS[BLOCKS].operands
     return of_operands and not masked and not model.attention_cap and model.head_dim % 2 == 0
@@ -95,10 +96,19 @@ def _other_kernel(config: RunConfig) -> str:
 
 def _library(config: RunConfig) -> str:
     narrow = config.precision.operand in NARROW
-    gains = narrow or (has_avx512() and vendor() not in ("", "GenuineIntel"))
-    if gains and _builds(config):
+    if _gains(config) and (narrow or has_avx512()):
         return "brgemm"
-    return "onednn" if gains and not narrow else "blas"
+    return "onednn" if not narrow and has_avx512() and _is_not_intels() else "blas"
+
+
+def _gains(config: RunConfig) -> bool:
+    """Return whether this machine has block products of a run's operands, and torch's own are slower."""
+    return _builds(config) and (config.precision.operand in NARROW or _is_not_intels())
+
+
+def _is_not_intels() -> bool:
+    """Return whether this x86 processor is one on which MKL uses no more than AVX2."""
+    return vendor() not in ("", "GenuineIntel")
 
 
 def _builds(config: RunConfig) -> bool:

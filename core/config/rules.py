@@ -197,7 +197,7 @@ def _onednn_is_for_the_cpu(products: str, device: str) -> str | None:
 def _blocks_attend_on_the_cpu(kernel: str, device: str, policy: str) -> str | None:
     chosen = ATTENTION_KERNELS[kernel]
     if chosen.only_cpu and (device != "cpu" or POLICIES[policy].operand not in chosen.operands):
-        return f"{kernel} is attention of bf16 on the CPU: set device = cpu and a policy with bf16 operands"
+        return f"{kernel} is attention of bf16 and FP32 on the CPU: set device = cpu and a policy of such operands"
     return None
 
 

@@ -126,6 +126,9 @@ def test_so_does_memory():
         ({"precision__policy": "fp8_rowwise"}, "flash_brgemm"),
         ({"precision__policy": "fp16"}, "math"),
         ({"precision__policy": "fp32"}, "flash"),
+        ({"precision__policy": "fp32", "vendor": "AuthenticAMD"}, "flash_brgemm"),
+        ({"precision__policy": "tf32", "vendor": "AuthenticAMD"}, "flash_brgemm"),
+        ({"precision__policy": "fp64", "vendor": "AuthenticAMD"}, "flash"),
         ({"attention__document_mask": "true"}, "math"),
         ({"model__window": 20}, "math"),
         ({"model__attention_cap": 50}, "math"),
@@ -134,7 +137,12 @@ def test_so_does_memory():
     ids=str,
 )
 def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkeypatch):
+    """And in FP32, on another processor than Intel's."""
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    monkeypatch.setattr(auto, "builds_products", lambda: True)
+    maker = settings.get("vendor", "GenuineIntel")
+    monkeypatch.setattr(auto, "vendor", lambda: maker)
+    settings = {key: value for key, value in settings.items() if key != "vendor"}
     assert kernel(**settings) == expected
     found = settled(run(**settings), "cpu")
     assert settled(found, "cpu") == found
@@ -185,8 +193,8 @@ def test_a_kernel_that_is_not_there_has_another_one_in_its_place(monkeypatch):
     assert found.attention.kernel == "flash_brgemm"
     assert settled(asked, "cpu", {**recorded, "attention.kernel": "math"}).attention.kernel == "math"
     assert settled(found, "cuda").attention.kernel == "auto"
-    in_fp32 = found.model_copy(update={"precision": PrecisionConfig(policy="fp32")})
-    assert settled(in_fp32, "cpu").attention.kernel == "flash"
+    in_fp64 = found.model_copy(update={"precision": PrecisionConfig(policy="fp64")})
+    assert settled(in_fp64, "cpu").attention.kernel == "flash"
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
     assert settled(asked, "cpu", recorded).attention.kernel == "math"
     assert settled(moved(found), "cpu").attention.kernel == "math"

@@ -222,7 +222,7 @@ BROKEN = {
     ("model.attention_cap", "attention.kernel"): [{"model.attention_cap": "50", "attention.kernel": "flash"}],
     ("attention.kernel", "device", "precision.policy"): [
         {"attention.kernel": "flash_brgemm", "device": "cuda"},
-        {"attention.kernel": "flash_brgemm", "device": "cpu", "precision.policy": "fp32"},
+        {"attention.kernel": "flash_brgemm", "device": "cpu", "precision.policy": "fp16"},
     ],
     ("attention.kernel", "attention.document_mask", "model.window"): [
         {"attention.kernel": "flash_brgemm", "device": "cpu", "attention.document_mask": "true"},

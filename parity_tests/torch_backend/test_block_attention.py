@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from lockstep.core.config.auto import builds_bf16_products, settled
+from lockstep.core.config.auto import builds_bf16_products, builds_products, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.jax_backend.backend import JaxBackend
@@ -26,8 +23,7 @@ from lockstep.torch_backend.kernels import cpp
 
 BF16, FP32 = torch.bfloat16, torch.float32
 runs_here = pytest.mark.skipif(not builds_bf16_products(), reason="no x86 instructions for bf16, or no C++ compiler")
-BUILDS = platform.machine() in ("x86_64", "AMD64") and shutil.which(os.environ.get("CXX", "g++")) is not None
-runs_fp32_here = pytest.mark.skipif(not BUILDS, reason="no x86 processor, or no C++ compiler")
+runs_fp32_here = pytest.mark.skipif(not builds_products(), reason="no C++ compiler")
 MARKS = {BF16: runs_here, FP32: runs_fp32_here}
 in_both = pytest.mark.parametrize(
     "dtype", [pytest.param(dtype, marks=mark, id=str(dtype)[6:]) for dtype, mark in MARKS.items()]
@@ -207,8 +203,11 @@ def test_odd_widths_of_bf16_are_refused():
         blocks.block_attention(*torch.ones(3, 1, 2, 8, 5, dtype=BF16), 1.0)
 
 
-def config_of(kernel, compiled=None, **model):
-    config = tiny_config("bf16", **model).model_copy(update={"device": "cpu"})
+POLICIES = [pytest.param("bf16", marks=runs_here), pytest.param("fp32", marks=runs_fp32_here)]
+
+
+def config_of(kernel, compiled=None, policy="bf16"):
+    config = tiny_config(policy).model_copy(update={"device": "cpu"})
     program = {"enabled": True, "backend": compiled} if compiled else {}
     return config.model_copy(
         update={
@@ -218,11 +217,11 @@ def config_of(kernel, compiled=None, **model):
     )
 
 
-@runs_here
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
-def test_it_runs_where_it_was_asked_for(compiled):
+def test_it_runs_where_it_was_asked_for(compiled, policy):
     """Once a layer and pass, eager or compiled, and compiled with the gradients of eager steps but for fusions."""
-    session = TorchBackend().open_rank(config_of("flash_brgemm", compiled))
+    session = TorchBackend().open_rank(config_of("flash_brgemm", compiled, policy))
     batch = text_batch(session.config)
     found = session.gradients(batch)
     with torch.autograd.profiler.profile() as profile:
@@ -231,23 +230,23 @@ def test_it_runs_where_it_was_asked_for(compiled):
     for name in ("attention", "attention_backward"):
         calls = sum(event.name == f"lockstep::{name}" for event in profile.function_events)
         assert calls == micros * session.config.model.layers
-    eager = TorchBackend().open_rank(config_of("flash_brgemm")).gradients(batch)
+    eager = TorchBackend().open_rank(config_of("flash_brgemm", policy=policy)).gradients(batch)
     apart = {name: relative(grad, eager.grads[name]) for name, grad in found.grads.items()}
     assert max(apart.values()) <= (0.02 if compiled == "inductor" else 0.0), apart
 
 
-def checked(kernel="auto"):
-    config = config_of(kernel)
+def checked(policy):
+    config = config_of("flash_brgemm", policy=policy)
     (check,) = check_steps(TorchBackend(), JaxBackend(), config, [text_batch(config)])
     return check
 
 
-@runs_here
-def test_a_clean_run_agrees():
-    assert checked().verdict == "agreed"
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_clean_run_agrees(policy):
+    assert checked(policy).verdict == "agreed"
 
 
-@runs_here
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("pass_", "argument", "wrong"),
     [
@@ -258,8 +257,8 @@ def test_a_clean_run_agrees():
     ],
     ids=["scale", "scale of the gradients", "logsumexp of the row before"],
 )
-def test_a_wrong_kernel_is_found_and_named(pass_, argument, wrong, monkeypatch):
-    real = blocks.build(BF16)
+def test_a_wrong_kernel_is_found_and_named(pass_, argument, wrong, policy, monkeypatch):
+    real = blocks.build({"bf16": BF16, "fp32": FP32}[policy])
 
     def planted(*given):
         changed = list(given)
@@ -268,8 +267,8 @@ def test_a_wrong_kernel_is_found_and_named(pass_, argument, wrong, monkeypatch):
 
     names = "lockstep_attention", "lockstep_attention_backward"
     kernels = {name: planted if name == pass_ else getattr(real, name) for name in names}
-    monkeypatch.setattr(blocks, "build", lambda *dtype: SimpleNamespace(**kernels))
-    check = checked()
+    monkeypatch.setattr(blocks, "build", lambda dtype: SimpleNamespace(**kernels))
+    check = checked(policy)
     assert check.verdict == "disagreed" and check.origin is not None
     assert check.origin.stage == "attn"
     assert check.origin.phase == ("backward" if "backward" in pass_ else "forward")

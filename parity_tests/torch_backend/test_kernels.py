@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from lockstep.core.config import auto
-from lockstep.core.config.auto import builds_bf16_products
+from lockstep.core.config.auto import builds_bf16_products, builds_products
 from lockstep.core.config.schema import AttentionConfig
 from lockstep.core.errors import UserError
 from lockstep.parity_tests.tiny import text_batch, tiny_config
@@ -100,13 +100,19 @@ def test_flash_on_the_cpu_is_torch_s_own_call(dtype):
 KERNELS = {"math": "attention_math", "flash": "flash_attention_for_cpu", "flash_brgemm": "lockstep::attention"}
 
 
-@pytest.mark.parametrize(("policy", "kernel"), [("bf16", "math"), ("fp32", "flash"), ("bf16", "flash_brgemm")])
+@pytest.mark.parametrize(
+    ("policy", "kernel"),
+    [("bf16", "math"), ("fp32", "flash"), ("bf16", "flash_brgemm"), ("fp32", "flash_brgemm")],
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_kernel_that_auto_stands_for_runs(policy, kernel, compiled, monkeypatch):
     """Forward and backward of a session, and its validation."""
-    builds = builds_bf16_products()
-    monkeypatch.setattr(auto, "builds_bf16_products", lambda: builds and kernel == "flash_brgemm")
-    if kernel == "flash_brgemm" and not builds:
+    by_blocks = kernel == "flash_brgemm"
+    builds = builds_bf16_products() if policy == "bf16" else builds_products()
+    for which in ("builds_bf16_products", "builds_products"):
+        monkeypatch.setattr(auto, which, lambda: builds and by_blocks)
+    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+    if by_blocks and not builds:
         pytest.skip("no x86 instructions for bf16, or no C++ compiler")
     session = TorchBackend().open(tiny_config(policy, compiled, layers=1).model_copy(update={"device": "cpu"}))
     batch = text_batch(session.config)

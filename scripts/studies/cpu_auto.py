@@ -21,23 +21,30 @@ from typing import Any
 import torch
 import tyro
 
-from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products
+from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products, builds_products
 from lockstep.core.config.file import load_config
 from lockstep.core.train.process_memory import process_memory
 from lockstep.scripts.studies.repository import ROOT
 from lockstep.torch_backend.attention import Kernel
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.precision import DTYPES
 from lockstep.torch_backend.tools.bench import random_batches
 
 RUN, PAGE = ROOT / "configs/quickstart.toml", ROOT / "docs/results/cpu_auto.md"
 ROUNDS, WARM = 7, 2
 TOKENS = 2048
 LENGTHS = (64, 128, 192, 256, 512)
-# Torch's kernels, then Lockstep's where it can be built.
-KERNELS = ("flash", "math", *(("flash_brgemm",) if builds_bf16_products() else ()))
+# Torch's kernels, then Lockstep's.
+KERNELS = ("flash", "math", "flash_brgemm")
 FUSED, FOREACH = ({"attention.kernel": "flash", "optim.fused": fused} for fused in ("true", "false"))
 # Heads, their width, and lengths of the calls whose errors are measured.
 CALLS, PARTS = ((8, 64, 128), (8, 64, 512), (8, 64, 2048)), ("output", "gradient of q", "of k", "of v")
+
+
+def kernels_of(policy: str) -> list[str]:
+    """List the kernels that run here under a policy."""
+    builds = builds_bf16_products() if policy == "bf16" else builds_products()
+    return [name for name in KERNELS if builds or name != "flash_brgemm"]
 
 
 def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
@@ -73,13 +80,14 @@ def ratios(common: Mapping[str, str], *each: Mapping[str, str]) -> tuple[list[fl
     return [1e3 * statistics.median(taken) for taken in times], faster
 
 
-def calls(heads: int, width: int, length: int) -> dict[str, Any]:
-    """Call each kernel on random bf16 operands, forward and backward.
+def calls(policy: str, heads: int, width: int, length: int) -> dict[str, Any]:
+    """Call each kernel on random operands of the policy, forward and backward.
 
     Returns the length, relative errors from FP64 in the order of PARTS, and milliseconds (medians of turns).
     """
     torch.manual_seed(0)
-    *operands, grad = (torch.randn(1, length, heads, width).bfloat16().transpose(1, 2) for _ in range(4))
+    *operands, grad = (torch.randn(1, length, heads, width).to(DTYPES[policy]).transpose(1, 2) for _ in range(4))
+    kernels = kernels_of(policy)
 
     def made(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
         given = [x.to(dtype).requires_grad_() for x in operands]
@@ -87,7 +95,7 @@ def calls(heads: int, width: int, length: int) -> dict[str, Any]:
         return [out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))]
 
     exact = made("flash", torch.float64)
-    taken: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
+    taken: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for number in range(WARM + ROUNDS):
         for kernel, times in taken.items():
             started = time.perf_counter()
@@ -98,10 +106,10 @@ def calls(heads: int, width: int, length: int) -> dict[str, Any]:
         kernel: [
             float((x.double() - y).norm() / y.norm()) for x, y in zip(made(kernel, grad.dtype), exact, strict=True)
         ]
-        for kernel in KERNELS
+        for kernel in kernels
     }
     milliseconds = {kernel: statistics.median(times) for kernel, times in taken.items()}
-    return {"length": length, "errors": errors, "ms": milliseconds}
+    return {"policy": policy, "length": length, "errors": errors, "ms": milliseconds}
 
 
 def peak(common: Mapping[str, str], own: Mapping[str, str]) -> float:
@@ -127,11 +135,12 @@ def measure() -> dict[str, Any]:
     for policy, compiled, lengths in (
         ("bf16", False, LENGTHS),
         ("bf16", True, (128, 512)),
-        ("fp32", False, (128,)),
+        ("fp32", False, (64, 128, 256, 512)),
+        ("fp32", True, (128, 512)),
     ):
         for length in lengths:
             common = settings(length, compiled, policy)
-            kernels = [name for name in KERNELS if policy == "bf16" or name != "flash_brgemm"]
+            kernels = kernels_of(policy)
             each = [{"attention.kernel": name, "optim.fused": "true"} for name in kernels]
             taken, faster = ratios(common, *each)
             row: dict[str, Any] = {"policy": policy, "compiled": compiled, "length": length}
@@ -146,7 +155,7 @@ def measure() -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rounds": ROUNDS,
         "attention": rows,
-        "calls": [calls(*call) for call in CALLS],
+        "calls": [calls(policy, *call) for policy in ("bf16", "fp32") for call in CALLS],
         "adamw": {"first": taken[0], "second": taken[1], "ratio": faster[1]},
     }
 
@@ -164,11 +173,12 @@ def page(found: Mapping[str, Any]) -> str:
         "three steps above what",
         "the process held before. Milliseconds depend on what else the machine does, ratios hardly.",
         "",
-        "The rule (core/config/auto.py): `flash_brgemm`, Lockstep's own kernel, for bf16 operands without a mask, on "
-        "x86 with bf16 instructions and a C++",
-        f"compiler. Otherwise `math` where operands have two bytes, sequences are shorter than {SHORT} tokens and at "
-        f"most {WIDTHS} head dimensions long;",
-        "`flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply (narrow_products.md).",
+        "The rule (core/config/auto.py): `flash_brgemm`, Lockstep's own kernel, without a mask and with a C++ "
+        "compiler, for bf16 operands on x86 with bf16 instructions,",
+        "for FP32 on x86 that is not Intel's. Otherwise `math` where operands have two bytes, sequences are shorter "
+        f"than {SHORT} tokens and at most {WIDTHS} head",
+        "dimensions long; `flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply "
+        "(narrow_products.md).",
         "",
         f"| policy | program | tokens a sequence |{''.join(f' `{name}`, ms | × |' for name in KERNELS)} MB |",
         f"|---|---|---|{'--:|--:|' * len(KERNELS)}---|",
@@ -185,18 +195,18 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "MB: of the kernels in this order.",
         "",
-        f"One call, forward and backward, {CALLS[0][0]} heads of {CALLS[0][1]}, random bf16 operands, and its relative "
-        "errors from FP64. torch's `flash` adds the gradients",
-        "of k and v in bf16, one block of queries after another; `flash_brgemm` sums them in FP32, as kernels on CUDA "
-        "do.",
+        f"One call, forward and backward, {CALLS[0][0]} heads of {CALLS[0][1]}, random operands, and its relative "
+        "errors from FP64. torch's `flash` adds the gradients of k",
+        "and v in the operands' format, one block of queries after another; `flash_brgemm` sums them in FP32, as "
+        "kernels on CUDA do.",
         "",
-        f"| tokens | kernel | ms | {' | '.join(PARTS)} |",
-        f"|---|---|--:|{'--:|' * len(PARTS)}",
+        f"| operands | tokens | kernel | ms | {' | '.join(PARTS)} |",
+        f"|---|---|---|--:|{'--:|' * len(PARTS)}",
     ]
     for row in found["calls"]:
         for name, values in row["errors"].items():
             cells = [f"{row['ms'][name]:.1f}", *(f"{value:.1e}" for value in values)]
-            lines.append(f"| {row['length']:,} | `{name}` | {' | '.join(cells)} |")
+            lines.append(f"| {row['policy']} | {row['length']:,} | `{name}` | {' | '.join(cells)} |")
     adamw = found["adamw"]
     lines += [
         "",

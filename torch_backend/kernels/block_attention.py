@@ -140,7 +140,7 @@ def _raise(error: bytes | None) -> None:
 
 
 @cache
-def build(dtype: torch.dtype = torch.bfloat16) -> Any:
+def build(dtype: torch.dtype) -> Any:
     """Build and load the C++ functions, for operands of a dtype.
 
     Raises UserError if they cannot be built, or if oneDNN has no product of that dtype on this processor.
