@@ -291,16 +291,21 @@ METHOD = (
 )
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """Return docs/results/bench_peers.md: the summary first, then each model's rows."""
+def page(results: Mapping[str, Any], file: str = "bench_peers.json") -> str:
+    """Return the Markdown page of a file of results: the summary first, then each model's rows.
+
+    file: its name, which page and picture share (docs/results/bench_peers.md).
+    """
     device = results["device"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     where = device["name"] + (f", {device['cores']} cores, {device['threads']} threads" if "threads" in device else "")
     lines = ["# Beside other trainers", "", *_table(SUMMARY, summary(results)), ""]
     lines += [f"{name}: {why}." for name, why in results["absent"].items()]
     lines += [""] * bool(results["absent"])
+    stem = file.removesuffix(".json")
+    named = "" if stem == "bench_peers" else f" --json docs/results/{file}"
     lines += [
-        "Made from [bench_peers.json](bench_peers.json) by `lockstep bench peers --page docs/results/bench_peers.md`; "
+        f"Made from [{file}]({file}) by `lockstep bench peers{named} --page docs/results/{stem}.md`; "
         f"measured by `lockstep bench peers`. {where}; {versions}. AdamW, clipping at a norm.",
         "",
     ]

@@ -208,6 +208,9 @@ def test_the_summary_names_the_fastest_and_the_leanest_peer():
     written, picture = page(results), drawn(results)
     assert written.index(" | ".join(line)) < written.index("### 5.8M, bf16-eager")
     assert "2.00× of nanogpt" in picture and "5.8M parameters" in picture
+    assert "(bench_peers.json) by `lockstep bench peers --page docs/results/bench_peers.md`" in written
+    elsewhere = "(other.json) by `lockstep bench peers --json docs/results/other.json --page docs/results/other.md`"
+    assert elsewhere in page(results, "other.json")
 
 
 def test_one_that_is_not_installed_stands_in_every_table():

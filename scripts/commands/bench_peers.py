@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     _check(options)
     if options.page:
         results = read_results(options.json, SUITE, SCHEMA)
-        write_page(options.page, page(results), drawn(results), SHOWS)
+        write_page(options.page, page(results, options.json.name), drawn(results), SHOWS)
         print(options.page)
         return 0
     contenders, absent = _contenders(options.without)
