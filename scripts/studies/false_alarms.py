@@ -209,6 +209,9 @@ Later findings:
 - **Attention by oneDNN's block product** (`attention.kernel = "flash_brgemm"`). 372 checks had it: draws 5002 to 5009
   of GPT-2, Qwen 2 and Llama in bf16, 5001 to 5004 of compiled Llama in bf16, 5004 and 5013 to 5015 of two ranks,
   and 5016 of FP8 delayed. None was accused.
+- **FP32 products and attention by oneDNN's block product.** 156 checks had these products: draws 5002 to 5004 of Llama,
+  5002 and 5003 of GPT-2 and Gemma 2, and 5008 to 5010 of FP32 compiled and of compiled Llama, all in FP32. All but
+  Gemma 2's had this attention too. None was accused.
 - **FP32, gradients whose terms cancel.** One check of GPT-2's draw 5001 was accused: with one loss weight an ulp
   larger, a gradient of q moved by 1.15e-4 of its length, and 1e-4 was allowed. The twin's own error was 3.7e-3 of it.
   Two results with independent errors of the twin's size are allowed now, and the draw was repeated.
