@@ -242,6 +242,18 @@ def checked(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_an_evaluation_has_it_in_the_runs_format_and_in_fp32(policy):
+    """A processor of an FP32 run may lack the product of bf16; there is none of FP64."""
+    session = TorchBackend().open_rank(config_of("flash_brgemm", policy=policy))
+    batch = text_batch(session.config)
+    for other in ("fp32", "bf16", "fp64"):
+        with torch.autograd.profiler.profile() as profile:
+            session.evaluate(batch, other)
+        called = any(event.name == "lockstep::attention" for event in profile.function_events)
+        assert called is (other in ("fp32", policy)), other
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_clean_run_agrees(policy):
     assert checked(policy).verdict == "agreed"
 
