@@ -137,7 +137,7 @@ def test_so_does_memory():
     ids=str,
 )
 def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkeypatch):
-    """And in FP32, on another processor than Intel's."""
+    """And in FP32, on another processor than Intel's that has AVX-512."""
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
     monkeypatch.setattr(auto, "builds_products", lambda: True)
     maker = settings.get("vendor", "GenuineIntel")
@@ -147,6 +147,15 @@ def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkey
     found = settled(run(**settings), "cpu")
     assert settled(found, "cpu") == found
     assert RunConfig.model_validate(found.model_dump()) == found
+
+
+def test_block_products_attend_in_fp32_with_avx512_alone(monkeypatch):
+    monkeypatch.setattr(auto, "builds_products", lambda: True)
+    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(auto, "has_avx512", lambda: False)
+    assert kernel(precision__policy="fp32") == "flash"
+    named = run(precision__policy="fp32", attention__kernel="flash_brgemm")
+    assert settled(named, "cpu").attention.kernel == "flash_brgemm"
 
 
 class Foreign:

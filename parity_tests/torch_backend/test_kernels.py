@@ -111,7 +111,9 @@ def test_the_kernel_that_auto_stands_for_runs(policy, kernel, compiled, monkeypa
     builds = builds_bf16_products() if policy == "bf16" else builds_products()
     for which in ("builds_bf16_products", "builds_products"):
         monkeypatch.setattr(auto, which, lambda: builds and by_blocks)
-    monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+    if policy == "fp32":
+        monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
+        monkeypatch.setattr(auto, "has_avx512", lambda: True)
     if by_blocks and not builds:
         pytest.skip("no x86 instructions for bf16, or no C++ compiler")
     session = TorchBackend().open(tiny_config(policy, compiled, layers=1).model_copy(update={"device": "cpu"}))

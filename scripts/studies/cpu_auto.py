@@ -175,8 +175,8 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "The rule (core/config/auto.py): `flash_brgemm`, Lockstep's own kernel, without a mask and with a C++ "
         "compiler, for bf16 operands on x86 with bf16 instructions,",
-        "for FP32 on x86 that is not Intel's. Otherwise `math` where operands have two bytes, sequences are shorter "
-        f"than {SHORT} tokens and at most {WIDTHS} head",
+        "for FP32 on x86 with AVX-512 that is not Intel's. Otherwise `math` where operands have two bytes, sequences "
+        f"are shorter than {SHORT} tokens and at most {WIDTHS} head",
         "dimensions long; `flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply "
         "(narrow_products.md).",
         "",
