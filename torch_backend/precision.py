@@ -111,9 +111,7 @@ def products_in_force(config: RunConfig, device: torch.device) -> dict[str, str]
     titles = {"onednn": "oneDNN", "brgemm": "oneDNN's block product"}
     if operand.bytes == 4 and library in titles:
         told["FP32 products"] = titles[library]
-    elif (
-        device.type == "cpu" and operand.bytes == 2 and operand.by_blocks and not config.precision.plan.rounds("logits")
-    ):
+    elif device.type == "cpu" and operand.name == "bf16" and not config.precision.plan.rounds("logits"):
         told["bf16 products with FP32 results"] = titles.get(library, "from FP32 copies of their operands")
     if _is_slow(DTYPES[config.precision.operand], device):
         told[f"{config.precision.operand} products"] = "computed in FP32, then rounded"

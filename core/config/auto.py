@@ -113,7 +113,7 @@ def _mkl_is_slow() -> bool:
 def _builds(config: RunConfig) -> bool:
     """Return whether this machine has block products of a run's operands."""
     operand = FORMATS[config.precision.operand]
-    return operand.by_blocks and (builds_bf16_products() if operand.name in NARROW else builds_products())
+    return operand.by_blocks and (builds_bf16_products() if operand.name in NARROW else has_cpp_compiler())
 
 
 def vendor() -> str:
@@ -137,10 +137,10 @@ def multiplies_bf16() -> bool:
 
 def builds_bf16_products() -> bool:
     """Return whether this x86 processor has bf16 instructions, and this machine the C++ compiler that torch calls."""
-    return not BF16_INSTRUCTIONS.isdisjoint(_reported("flags").split()) and builds_products()
+    return not BF16_INSTRUCTIONS.isdisjoint(_reported("flags").split()) and has_cpp_compiler()
 
 
-def builds_products() -> bool:
+def has_cpp_compiler() -> bool:
     """Return whether this machine has the C++ compiler that torch calls."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 

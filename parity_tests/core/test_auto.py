@@ -45,7 +45,7 @@ def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "has_avx512", lambda: True)
     # parity_tests/torch_backend/test_wide_product.py tests where they are True.
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
-    monkeypatch.setattr(auto, "builds_products", lambda: False)
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: False)
 
 
 def run(**settings) -> RunConfig:
@@ -136,10 +136,10 @@ def test_so_does_memory():
     ],
     ids=str,
 )
-def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkeypatch):
-    """And in FP32, on another processor than Intel's that has AVX-512."""
+def test_block_products_attend_without_a_mask(settings, expected, monkeypatch):
+    """In bf16, and in FP32 on a processor with AVX-512 that is not Intel's."""
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
-    monkeypatch.setattr(auto, "builds_products", lambda: True)
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
     maker = settings.get("vendor", "GenuineIntel")
     monkeypatch.setattr(auto, "vendor", lambda: maker)
     settings = {key: value for key, value in settings.items() if key != "vendor"}
@@ -150,7 +150,7 @@ def test_block_products_attend_in_bf16_without_a_mask(settings, expected, monkey
 
 
 def test_block_products_attend_in_fp32_with_avx512_alone(monkeypatch):
-    monkeypatch.setattr(auto, "builds_products", lambda: True)
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(auto, "has_avx512", lambda: False)
     assert kernel(precision__policy="fp32") == "flash"
@@ -271,7 +271,7 @@ def test_what_is_settled_once_stays_on_any_machine(policy: str, monkeypatch: pyt
 
 def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatch):
     """Copies of a bf16 run from before the block product stay. A branch in FP32 keeps the block product."""
-    for builds in ("builds_bf16_products", "builds_products"):
+    for builds in ("builds_bf16_products", "has_cpp_compiler"):
         monkeypatch.setattr(auto, builds, lambda: True)
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
 
@@ -283,7 +283,7 @@ def test_products_of_a_record_stay_where_they_can(monkeypatch: pytest.MonkeyPatc
     assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "brgemm"]
     # Opened on another machine, a run in bf16 goes on with copies, and one in FP32 with oneDNN's whole products. A
     # request by name stays, and a session refuses it.
-    for builds in ("builds_bf16_products", "builds_products"):
+    for builds in ("builds_bf16_products", "has_cpp_compiler"):
         monkeypatch.setattr(auto, builds, lambda: False)
     assert [products("bf16", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["blas", "blas", "blas"]
     assert [products("fp32", recorded) for recorded in ("onednn", "blas", "brgemm")] == ["onednn", "blas", "onednn"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.core.config.auto import builds_bf16_products, builds_products, settled
+from lockstep.core.config.auto import builds_bf16_products, has_cpp_compiler, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.jax_backend.backend import JaxBackend
@@ -23,7 +23,7 @@ from lockstep.torch_backend.kernels import cpp
 
 BF16, FP32 = torch.bfloat16, torch.float32
 runs_here = pytest.mark.skipif(not builds_bf16_products(), reason="no x86 instructions for bf16, or no C++ compiler")
-runs_fp32_here = pytest.mark.skipif(not builds_products(), reason="no C++ compiler")
+runs_fp32_here = pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
 MARKS = {BF16: runs_here, FP32: runs_fp32_here}
 in_both = pytest.mark.parametrize(
     "dtype", [pytest.param(dtype, marks=mark, id=str(dtype)[6:]) for dtype, mark in MARKS.items()]

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from lockstep.core.config import auto
-from lockstep.core.config.auto import builds_products, settled
+from lockstep.core.config.auto import has_cpp_compiler, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
+from lockstep.core.parity.modes.side_by_side import check_steps
+from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.cross.variants import relative
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend import precision
@@ -20,7 +22,7 @@ from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.kernels import wide_product as block_product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-with_compiler = pytest.mark.skipif(not builds_products(), reason="no C++ compiler")
+with_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
 
 
 def opened(products, policy, head="chunked", compiled=None, **model):
@@ -89,6 +91,22 @@ def test_every_fp32_product_is_in_blocks(monkeypatch):
     assert (seen.count(False), seen.count(True)) == (2 * (3 * 14 + 2 * chunks), 2 * chunks)
 
 
+@with_compiler
+@pytest.mark.parametrize(("added", "stage", "phase"), [(False, "q", "forward"), (True, "logits", "backward")])
+def test_a_wrong_block_product_is_found(added, stage, phase, monkeypatch):
+    """By 1e-4: in every linear layer, or only where the head's chunks add to the gradient of its weight."""
+    real = block_product._multiply
+
+    def wrong(total, left, right, *, add):
+        return real(total, left * (1.0001 if add is added else 1.0), right, add=add)
+
+    monkeypatch.setattr(block_product, "_multiply", wrong)
+    session, batch = opened("brgemm", "fp32")
+    (check,) = check_steps(TorchBackend(), JaxBackend(), session.config, [batch])
+    assert check.verdict == "disagreed" and check.origin is not None
+    assert (check.origin.stage, check.origin.phase) == (stage, phase)
+
+
 @pytest.mark.parametrize(("policy", "linears"), [("fp32", 14), ("bf16", 0)])
 def test_every_fp32_product_is_by_onednn(policy, linears, monkeypatch):
     """Three products a linear and two micro-batches; of the head, three a chunk of 50 tokens or, under bf16, two."""
@@ -119,7 +137,7 @@ def test_auto(vendor, avx512, policy, compiled, onednn, builds, monkeypatch):
     """MKL keeps to AVX2 on x86 processors that are not Intel's; a run from before the rule goes on with oneDNN."""
     monkeypatch.setattr(auto, "vendor", lambda: vendor)
     monkeypatch.setattr(auto, "has_avx512", lambda: avx512)
-    monkeypatch.setattr(auto, "builds_products", lambda: builds)
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: builds)
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
     config = tiny_config(policy)
     config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": bool(compiled)})})

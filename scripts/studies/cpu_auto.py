@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import tyro
 
-from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products, builds_products
+from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products, has_cpp_compiler
 from lockstep.core.config.file import load_config
 from lockstep.core.train.process_memory import process_memory
 from lockstep.scripts.studies.repository import ROOT
@@ -43,7 +43,7 @@ CALLS, PARTS = ((8, 64, 128), (8, 64, 512), (8, 64, 2048)), ("output", "gradient
 
 def kernels_of(policy: str) -> list[str]:
     """List the kernels that run here under a policy."""
-    builds = builds_bf16_products() if policy == "bf16" else builds_products()
+    builds = builds_bf16_products() if policy == "bf16" else has_cpp_compiler()
     return [name for name in KERNELS if builds or name != "flash_brgemm"]
 
 

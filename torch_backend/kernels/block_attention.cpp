@@ -10,14 +10,11 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <type_traits>
 
 namespace {
 
 // Operands are of type T: BFloat16 or float. A product's right operand lies in words of 32 bits: an FP32 number, or a
 // pair of bf16 numbers, of two rows (VNNI).
-template <class T>
-constexpr bool IN_PAIRS = std::is_same_v<T, BFloat16>;
 template <class T>
 constexpr int64_t PAIRED = IN_PAIRS<T> ? 2 : 1;
 // Forward: a block of ROWS queries beside all its keys, KEYS at a time. Backward: a block of COLUMNS keys beside
@@ -109,12 +106,6 @@ int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 // The length in memory of a row of n elements.
 int64_t apart(int64_t n) { return padded(n) + LANES; }
-
-// n rows as a product reads them: in whole pairs if they lie in pairs.
-template <class T>
-int64_t whole(int64_t n) {
-  return (n + PAIRED<T> - 1) / PAIRED<T> * PAIRED<T>;
-}
 
 template <class T>
 struct Block {

@@ -1,12 +1,13 @@
-// Layouts of oneDNN's block product, for wide_product.cpp and block_attention.cpp: its right operand lies in pairs of
-// rows, [K / 2][N][2] (VNNI). A pair of bf16 numbers is one 32-bit word here. (torch_backend/kernels/cpp.py joins the
-// files.)
+// Layouts of oneDNN's block product, for wide_product.cpp and block_attention.cpp: a right operand in bf16 lies in pairs
+// of rows, [K / 2][N][2] (VNNI), one in FP32 row by row. A number in FP32 or a pair in bf16 is one 32-bit word here.
+// (torch_backend/kernels/cpp.py joins the files.)
 
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -15,6 +16,16 @@
 namespace {
 
 using at::BFloat16;
+
+// True if a right operand of type T, BFloat16 or float, lies in pairs of rows.
+template <class T>
+constexpr bool IN_PAIRS = std::is_same_v<T, BFloat16>;
+
+// The number of n rows in memory: whole pairs if they lie in pairs.
+template <class T>
+constexpr int64_t whole(int64_t n) {
+  return IN_PAIRS<T> ? n + n % 2 : n;
+}
 
 #ifdef __AVX2__
 // to[j * stride + i] = word j of row i, for 8 rows of 8 words.

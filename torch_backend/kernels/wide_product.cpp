@@ -9,25 +9,16 @@
 #include <exception>
 #include <memory>
 #include <string>
-#include <type_traits>
 
 namespace {
 
-template <class T>
-constexpr bool PAIRS = std::is_same_v<T, BFloat16>;
 // Sizes of a block: rows of the left matrix, columns of the right one, and terms of a sum, of bf16 all. A core's
 // second-level cache holds both blocks.
 constexpr int64_t ROWS = 128;
 template <class T>
-constexpr int64_t COLUMNS = PAIRS<T> ? 64 : 128;
+constexpr int64_t COLUMNS = IN_PAIRS<T> ? 64 : 128;
 template <class T>
-constexpr int64_t TERMS = PAIRS<T> ? int64_t{1} << 40 : 512;
-
-// The length of sums of k terms in memory.
-template <class T>
-constexpr int64_t whole(int64_t k) {
-  return PAIRS<T> ? k + k % 2 : k;
-}
+constexpr int64_t TERMS = IN_PAIRS<T> ? int64_t{1} << 40 : 512;
 
 template <class T>
 struct Matrix {
@@ -130,7 +121,7 @@ void share(int64_t outer, int64_t inner, int64_t size, const Work& work) {
       work(piece / inner, first, last, memory);
       piece += last - first;
     }
-    at::native::cpublas::brgemm_release(PAIRS<T>);
+    at::native::cpublas::brgemm_release(IN_PAIRS<T>);
   });
 }
 
@@ -138,13 +129,13 @@ template <class T>
 void product(const Matrix<T>& a, const Matrix<T>& b, float* c, int64_t m, int64_t n, int64_t k, bool add) {
   constexpr int64_t WIDTH = COLUMNS<T>, DEPTH = TERMS<T>;
   const int64_t columns = (n + WIDTH - 1) / WIDTH, rows = (m + ROWS - 1) / ROWS, deep = whole<T>(std::min(k, DEPTH));
-  const bool left_as_is = a.column == 1 && k == whole<T>(k), right_as_is = !PAIRS<T> && b.column == 1;
+  const bool left_as_is = a.column == 1 && k == whole<T>(k), right_as_is = !IN_PAIRS<T> && b.column == 1;
   // Multiplies a block of rows by a block of columns.
   const auto multiply = [&](int64_t i, int64_t j, int64_t d, const T* left, int64_t left_row, const T* right,
                             int64_t right_row) {
     at::native::cpublas::brgemm(std::min(ROWS, m - i * ROWS), std::min(WIDTH, n - j * WIDTH), whole<T>(std::min(DEPTH, k - d)),
                                 left_row, right_row, n, add || d > 0, left, right, c + i * ROWS * n + j * WIDTH,
-                                /*is_vnni=*/PAIRS<T>);
+                                /*is_vnni=*/IN_PAIRS<T>);
   };
   const auto pack_block = [&](int64_t j, int64_t d, T* to) {
     pack(b.from(d, j * WIDTH), std::min(DEPTH, k - d), std::min(WIDTH, n - j * WIDTH), to);

@@ -4,8 +4,8 @@ Operands in bf16: torch has such a product for CUDA (`torch.mm(out_dtype=)`). On
 product, in C++, which multiplies by the processor's own bf16 instructions and sums in FP32. Products of FP32 copies
 take two to three times as long (docs/results/wide_product.md).
 
-Operands in FP32: the order of the sums is that of oneDNN's whole product, but nothing is copied on one core alone, and
-the product can add in place.
+Operands in FP32: sums of up to 1,024 terms have the order of oneDNN's product of whole matrices. For that one torch
+copies a transposed left operand on one core. This one copies blocks on every core, and can add in place.
 """
 
 from __future__ import annotations
