@@ -4,9 +4,10 @@ The values depend on the run's configuration, the kernel and the library also on
 plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
 The attention kernel is `flash_brgemm` for operands without a mask, if there is a C++ compiler to build it: bf16 on x86
-processors with bf16 instructions, FP32 on those with AVX-512 that are not made by Intel, because torch's kernel takes
-its products from MKL, which uses only AVX2 on them (measured: docs/results/cpu_auto.md). Otherwise it is `math`, which
-stores the scores (S, S) of every head, if both conditions hold, else `flash` (measured: docs/guide/levers.md):
+processors with bf16 instructions, FP32 on those that are not made by Intel, because torch's kernel takes its products
+from MKL, which is slow for such blocks on them (measured with AVX-512 and without: docs/results/cpu_auto.md). Otherwise
+it is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash` (measured:
+docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
   processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. On x86
@@ -70,7 +71,7 @@ BEFORE: Mapping[str, Any] = {
 def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
     return {
-        KERNEL: BLOCKS if _attends_by_blocks(config) and _gains(config) else _other_kernel(config),
+        KERNEL: BLOCKS if _attends_by_blocks(config) and _attends_faster(config) else _other_kernel(config),
         "optim.fused": True,
         PRODUCTS: _library(config),
         COMPILED_PRODUCTS: _library(config),
@@ -95,19 +96,27 @@ def _other_kernel(config: RunConfig) -> str:
 
 
 def _library(config: RunConfig) -> str:
-    if _gains(config):
-        return "brgemm"
-    return "onednn" if config.precision.operand not in NARROW and _mkl_is_slow() else "blas"
+    builds = _builds(config)
+    if config.precision.operand in NARROW:
+        return "brgemm" if builds else "blas"
+    if not _mkl_is_slow():
+        return "blas"
+    return "brgemm" if builds else "onednn"
 
 
-def _gains(config: RunConfig) -> bool:
-    """Return whether this machine has block products of a run's operands, and torch's own are slower."""
-    return _builds(config) and (config.precision.operand in NARROW or _mkl_is_slow())
+def _attends_faster(config: RunConfig) -> bool:
+    """Return whether this machine has block products of a run's operands, and torch's attention is slower."""
+    return _builds(config) and (config.precision.operand in NARROW or _is_not_intels())
 
 
 def _mkl_is_slow() -> bool:
     """Return whether this x86 processor has AVX-512, and MKL uses no more than AVX2 on it."""
-    return has_avx512() and vendor() not in ("", "GenuineIntel")
+    return has_avx512() and _is_not_intels()
+
+
+def _is_not_intels() -> bool:
+    """Return whether this is an x86 processor that Intel did not make."""
+    return vendor() not in ("", "GenuineIntel")
 
 
 def _builds(config: RunConfig) -> bool:

@@ -137,7 +137,7 @@ def test_so_does_memory():
     ids=str,
 )
 def test_block_products_attend_without_a_mask(settings, expected, monkeypatch):
-    """In bf16, and in FP32 on a processor with AVX-512 that is not Intel's."""
+    """In bf16, and in FP32 on a processor that is not Intel's."""
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
     monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
     maker = settings.get("vendor", "GenuineIntel")
@@ -149,13 +149,15 @@ def test_block_products_attend_without_a_mask(settings, expected, monkeypatch):
     assert RunConfig.model_validate(found.model_dump()) == found
 
 
-def test_block_products_attend_in_fp32_with_avx512_alone(monkeypatch):
+@pytest.mark.parametrize("avx512", [True, False])
+def test_block_products_attend_in_fp32_on_amds_without_avx512_too(avx512, monkeypatch):
+    """FP32 products, in contrast, are BLAS's there."""
     monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
     monkeypatch.setattr(auto, "vendor", lambda: "AuthenticAMD")
-    monkeypatch.setattr(auto, "has_avx512", lambda: False)
-    assert kernel(precision__policy="fp32") == "flash"
-    named = run(precision__policy="fp32", attention__kernel="flash_brgemm")
-    assert settled(named, "cpu").attention.kernel == "flash_brgemm"
+    monkeypatch.setattr(auto, "has_avx512", lambda: avx512)
+    found = settled(run(precision__policy="fp32"), "cpu")
+    assert found.attention.kernel == "flash_brgemm"
+    assert found.precision.cpu_products == ("brgemm" if avx512 else "blas")
 
 
 class Foreign:
