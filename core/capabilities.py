@@ -138,10 +138,10 @@ class PreparesStages(Protocol):
 
 @runtime_checkable
 class ReadsBack(Protocol):
-    """A session that shows what the program of a step was given, as it lay on the device."""
+    """A session that shows what the program of a step or of gradients was given, as it lay on the device."""
 
     def keep_inputs(self) -> None:
-        """Keep the inputs of the programs of the next step."""
+        """Keep the inputs of the programs of the next step, or of the next gradients."""
         ...
 
     def inputs_kept(self) -> Arrays:

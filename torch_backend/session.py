@@ -478,7 +478,7 @@ class TorchSession(Observes):
             self._take_program(PROGRAM, name, self._shown(self.unscaled(grad)))
 
     def keep_inputs(self) -> None:
-        """Keep copies of the inputs of the next step's programs."""
+        """Keep copies of the inputs of the programs of the next step, or of the next gradients."""
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:

@@ -9,11 +9,14 @@ import pytest
 from lockstep.core.config.schema import RunConfig
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
+from lockstep.core.parity.evidence.probe import probe_of
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.core.parity.reference.stages import chain, forward_stages, library_heads
 from lockstep.jax_backend.backend import JaxBackend
 from lockstep.parity_tests.faults import CATALOG, Fault
+from lockstep.parity_tests.faults.device import WeightsShiftedOnTheWay
+from lockstep.parity_tests.faults.state import BlocksExchangedOnLoad
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 
@@ -44,6 +47,27 @@ def test_fault_is_caught_and_traced(fault: Fault) -> None:
     assert check.verdict == "disagreed"
     assert check.origin is not None
     assert check.origin.stage == fault.stage
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["parity", "training"])
+def test_shifted_weights_are_named_although_those_of_the_step_are_equal(training: bool) -> None:
+    batch = text_batch(CONFIG)
+    assert (batch.weights == 1).all()
+    session = WeightsShiftedOnTheWay().open(CONFIG)
+    probe = probe_of(batch.cut(CONFIG.train)[0], CONFIG) if training else None
+    origin = judge(gather(session, CONFIG, batch, probe), reference(CONFIG)).origin
+    assert origin is not None and origin.stage == "tokens"
+    assert origin.tap == "weights of the examined micro-batch on the device"
+
+
+@pytest.mark.parametrize(("layers", "named"), [(3, ("params/blocks.0.attn.q_proj.weight", 0)), (2, ("state", None))])
+def test_a_checkpoint_that_loses_some_blocks_is_named_with_the_first(
+    layers: int, named: tuple[str, int | None]
+) -> None:
+    config = tiny_config("fp32", layers=layers)
+    origin = first_check(BlocksExchangedOnLoad(), config).origin
+    assert origin is not None and origin.stage == "checkpoint"
+    assert (origin.tap, origin.layer) == named
 
 
 @pytest.mark.parametrize("settings", [{}, *({f.name: f.settings for f in CATALOG if f.settings}).values()])

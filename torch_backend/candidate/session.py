@@ -236,7 +236,7 @@ class ModuleSession:
             return to_numpy(self.candidate.logits(self.model, ids)[0, -1].to(self._stream))
 
     def keep_inputs(self) -> None:
-        """Keep copies of the inputs of the forward passes of the next step."""
+        """Keep copies of the inputs of the forward passes of the next step, or of the next gradients."""
         self._inputs = {}
 
     def inputs_kept(self) -> Arrays:

@@ -13,6 +13,7 @@ from lockstep.core.parity.evidence.gathering import Gathering
 from lockstep.core.parity.evidence.into_store import gradients_into
 from lockstep.core.parity.evidence.loss_weights import reweighted_batches
 from lockstep.core.parity.evidence.parts import has_parts, parts_apart, parts_of_step, sketched
+from lockstep.core.parity.evidence.read_back import reading_back
 from lockstep.core.parity.evidence.scales import scaled_as_in_step
 from lockstep.core.parity.evidence.sums import accumulate, reduce
 from lockstep.core.parity.evidence.taps import look
@@ -62,13 +63,20 @@ def _observe_reweighted(found: Gathering) -> None:
 
 
 def _probe(found: Gathering) -> None:
-    """Compute the gradients of the examined micro-batch."""
+    """Compute the gradients of the examined micro-batch, and read back its inputs.
+
+    Its loss weights are uneven. Most batches have weights of 1, which are equal in every row.
+    """
+    # Several ranks share a single micro-batch in other ways than a step.
+    read_back = reading_back(found.session, []) if found.config.train.ranks == 1 else None
     try:
         found.probed = gradients_into(found.store, "probed", found.session, found.tapped)
     except NotSupported as reason:
         found.missing.append(f"gradients and per-token NLL: {reason}")
-        return
-    found.probed_amaxes = amaxes_of_pass(found.session, found.config, found.missing)
+    of_probe = read_back(found.tapped) if read_back else {}
+    found.misread = {f"{name} of the examined micro-batch": count for name, count in of_probe.items()}
+    if found.probed is not None:
+        found.probed_amaxes = amaxes_of_pass(found.session, found.config, found.missing)
 
 
 def _have_step_show_gradients(found: Gathering) -> None:

@@ -55,7 +55,7 @@ class Evidence:
     not_finite: the place of the first non-finite number, if the session skipped the step; empty otherwise.
     evaluated: scores of the sequences of `taps` before the step, their largest attention logits, and logits as sampling
     computes them (core/parity/evidence/evaluation.py, attention_logits.py, cached_logits.py); may be empty.
-    misread: array of the batch → number of elements that differ on the device, if they were read back.
+    misread: array of the step's batch or of `tapped` → number of elements that differ on the device, if read back.
     taps_keep_bits: the tapped program has the bits of the training program (core/capabilities.py).
     own_in_step: `own` is what each micro-batch contributes to the step. Otherwise each was computed separately, with
     its own weights.

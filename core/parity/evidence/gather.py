@@ -69,7 +69,7 @@ def gather(
         if validation is not None and not found.not_finite:
             validate(found, validation)
         started = time.perf_counter()
-        found.misread = read_back(batch)
+        found.misread = {**found.misread, **read_back(batch)}
         after_step(found)
         found.seconds += time.perf_counter() - started
         return found.evidence(due)

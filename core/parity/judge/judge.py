@@ -151,7 +151,7 @@ def _of_evidence(
         lambda: update.update(evidence, reference),
         lambda: update.loss_scale(evidence, reference),
         lambda: reports(evidence, reference.config, lost),
-        lambda: update.checkpoint(evidence),
+        lambda: update.checkpoint(evidence, reference),
     )
     kept = end_to_end.observations_of(evidence, reference.config.model)
     found = [found for part in of_model for found in _as_far_as_it_goes(part, lost)]

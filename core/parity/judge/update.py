@@ -16,7 +16,7 @@ from lockstep.core.model.families import graph_of
 from lockstep.core.model.graph import Shape
 from lockstep.core.model.groups import group_settings, moment_names, update_rules
 from lockstep.core.model.init import init_parameter
-from lockstep.core.model.names import groups_of, parameter_shapes
+from lockstep.core.model.names import groups_of, layer_of, parameter_shapes
 from lockstep.core.parity.evidence.evidence import Evidence
 from lockstep.core.parity.evidence.in_a_row import (
     ALIKE,
@@ -443,8 +443,11 @@ def _first_link(wrong: Sequence[str], state: State) -> str:
     return "moments" if kinds & set(state.optimizer) else "update" if "params" in kinds else "step_count"
 
 
-def checkpoint(evidence: Evidence) -> Iterator[Finding]:
-    """Compare the state after the step with the one written to a checkpoint, read and loaded: equal bits."""
+def checkpoint(evidence: Evidence, reference: Reference) -> Iterator[Finding]:
+    """Compare the state after the step with the one written to a checkpoint, read and loaded: equal bits.
+
+    If only some blocks have lost something, the finding is that of the lowest of them.
+    """
     if evidence.reloaded is None:
         return
     now, then = tensors(evidence.reloaded), tensors(evidence.after)
@@ -458,7 +461,16 @@ def checkpoint(evidence: Evidence) -> Iterator[Finding]:
     differ += sorted(key for key in scalars[0].keys() | scalars[1].keys() if scalars[0].get(key) != scalars[1].get(key))
     basis = "equal bits after a checkpoint was written, read back and loaded"
     size = sum(map(len, then.values())) + len(scalars[1])
-    yield exact("checkpoint", "state", len(differ), size, basis, ", ".join(differ[:5]))
+    place = _first_of_some_blocks(differ, reference.config.model.layers) or "state"
+    yield exact("checkpoint", place, len(differ), size, basis, ", ".join(differ[:5]))
+
+
+def _first_of_some_blocks(arrays: Sequence[str], layers: int) -> str | None:
+    """Return the array of the lowest block, if all are in blocks, and some of the model's `layers` blocks have none."""
+    blocks = {name: block for name in arrays if (block := layer_of(name)) is not None}
+    if not blocks or len(blocks) < len(arrays) or len(set(blocks.values())) == layers:
+        return None
+    return min(blocks, key=lambda name: blocks[name])
 
 
 def _equal(now: Arrays, then: Arrays, name: str) -> bool:
