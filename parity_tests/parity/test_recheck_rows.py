@@ -1,6 +1,7 @@
 """Faults on sequences that a check does not examine by themselves: they are seen end to end, and then named."""
 
 import pytest
+import torch
 
 from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.cause import find_cause
@@ -11,6 +12,8 @@ from lockstep.core.parity.evidence.loss_weights import weighted_rows
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.modes.side_by_side import check_steps
+from lockstep.jax_backend.backend import JaxBackend
+from lockstep.parity_tests.faults.own_step import MicroBatchesAfterTheThirdLost
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.model import Block, SwiGLU
@@ -74,6 +77,44 @@ def test_a_fault_of_one_row_is_named(row, phase, change):
     assert check.origin.scope == "local"
     if row not in (0, 4):
         assert f" {row}" in check.origin.note and "of the micro-batch" in check.origin.note
+
+
+def flushed_below(limit):
+    """Plant a gradient that goes through a format in which small numbers are zero."""
+
+    def change(act):
+        act = act.clone()
+        if act.requires_grad:
+            act.register_hook(lambda grad: torch.where(grad.abs() < limit, 0.0, grad))
+        return act
+
+    return change
+
+
+SEVERAL = {"batch_size": 16, "micro_batch_size": 4}
+
+
+def test_a_fault_of_small_gradients_is_named_with_gradients_as_small_as_in_the_step():
+    """Those of two sequences are larger, so the first look finds only that the micro-batches do not add up."""
+    config = tiny_config("fp32", train=SEVERAL)
+    session, reference = planted(flushed_below(2.0**-22)).open(config), Reference.open(JaxBackend(), config)
+    evidence = gather(session, config, text_batch(config))
+    check = judge(evidence, reference)
+    assert check.origin.stage == "accumulation"
+    _, check = recheck_rows(session, config, evidence, check, reference)
+    assert (check.origin.stage, check.origin.phase, check.origin.layer) == ("act", "backward", 1)
+    assert "as small as in the step" in check.origin.note
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_a_sum_that_is_wrong_by_itself_keeps_its_name(policy):
+    """Every stage of an honest model agrees with gradients as small as in the step."""
+    config = tiny_config(policy, train=SEVERAL)
+    session, reference = MicroBatchesAfterTheThirdLost().open(config), Reference.open(JaxBackend(), config)
+    evidence = gather(session, config, text_batch(config))
+    check = judge(evidence, reference)
+    assert check.origin.stage == "accumulation"
+    assert recheck_rows(session, config, evidence, check, reference) == (evidence, check)
 
 
 def test_the_session_goes_on_where_it_was_and_the_alarm_repeats_the_same_rows():

@@ -5,6 +5,9 @@ end to end. Some faults depend on other rows (an index overflow in the middle, a
 on the step's own weights. Such a fault is found end to end and has no origin. Then the step's state is loaded again.
 The loss weight is moved to other sequences, two at a time, then to whole micro-batches with their own weights, until a
 stage is wrong from its own inputs.
+
+A step's gradients may also differ from the sum over its micro-batches because an operation is wrong for small numbers
+alone: gradients of a whole step are smaller than those of its parts. Then parts of the step's size are examined.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ from lockstep.core.parity.measures.compare import Reference
 from lockstep.core.parity.measures.verdict import Check, Finding
 from lockstep.core.parity.reference.stages import is_forward
 from lockstep.core.plan.checks import LOOKED_AT, taps_bytes
+from lockstep.core.train.loss_scale import SCALE
 
 # A judge of evidence on other sequences, which returns the evidence to keep and the stages that are wrong.
 Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9
+# Micro-batches that are examined because their sum is wrong. Each of them has small gradients.
+OF_A_SUM = 2
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -67,7 +73,10 @@ def rechecked(
     try:
         load(evidence.before)
         alone = all(OWN in found.note for found in check.findings if not found.ok)
-        for tapped, note in islice(_others(evidence, config, own_first=alone and most is not None), most):
+        others = _others(evidence, config, own_first=alone and most is not None)
+        if _is_sum(check.origin):
+            others = islice(_as_small_as_in_step(evidence, config), OF_A_SUM)
+        for tapped, note in islice(others, most):
             taps = look(session, config, tapped, [])
             # The scores of the evidence belong to the other sequences.
             seen = replace(evidence, tapped=tapped, taps=taps, evaluated={}, rechecked=True)
@@ -88,11 +97,17 @@ def rechecked(
 
 
 def is_unnamed(check: Check, evidence: Evidence) -> bool:
-    """Return whether a check shows an error of the model only end to end, and its candidate shows stages."""
+    """Return whether a check shows an error of the model end to end or in a sum, and no stage that could be shown."""
     origin = check.origin
-    if check.verdict != "disagreed" or origin is None or origin.scope != "end_to_end" or not evidence.taps:
+    if check.verdict != "disagreed" or origin is None or not evidence.taps:
         return False
-    return is_forward(origin.stage) or origin.stage == "gradients"
+    of_model = is_forward(origin.stage) or origin.stage == "gradients"
+    return _is_sum(origin) or (of_model and origin.scope == "end_to_end")
+
+
+def _is_sum(origin: Finding | None) -> bool:
+    """Return whether the first wrong link is the sum over the step's micro-batches, on one rank."""
+    return origin is not None and origin.stage == "accumulation"
 
 
 def broken_stages(findings: Iterable[Finding]) -> list[Finding]:
@@ -135,6 +150,21 @@ def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
     for micro in evidence.batch.cut(config.train):
         if taps_bytes(config, len(micro.tokens)) <= max(MOST_SHOWN, taps_bytes(config, LOOKED_AT)):
             yield micro
+
+
+def _as_small_as_in_step(evidence: Evidence, config: RunConfig) -> Iterator[tuple[Batch, str]]:
+    """Yield the step's whole micro-batches, whose tokens have the shares of the loss that they have in the step.
+
+    The weight of all other micro-batches is that of one token. Under a loss scale this token would overflow.
+    """
+    if SCALE in evidence.before.scalars:
+        return
+    total = evidence.batch.weights.sum(dtype=np.float64)
+    for micro in _whole(evidence, config):
+        weights = micro.weights.copy()
+        if weights.any():
+            weights.flat[np.flatnonzero(weights)[0]] += total - weights.sum(dtype=np.float64)
+            yield replace(micro, weights=weights), "with gradients as small as in the step"
 
 
 def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
