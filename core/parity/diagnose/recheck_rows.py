@@ -7,7 +7,8 @@ The loss weight is moved to other sequences, two at a time, then to whole micro-
 stage is wrong from its own inputs.
 
 A step's gradients may also differ from the sum over its micro-batches because an operation is wrong for small numbers
-alone: gradients of a whole step are smaller than those of its parts. Then parts of the step's size are examined.
+alone: gradients of a whole step are smaller than those of its parts. Then a micro-batch with such gradients is
+examined, and with smaller ones.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from lockstep.core.train.loss_scale import SCALE
 Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9
-# Micro-batches that are examined because their sum is wrong. Each of them has small gradients.
-OF_A_SUM = 2
+# If a sum is wrong, gradients are examined that are so many times smaller than those of the step.
+SMALLER = (1, 64)
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -75,7 +76,7 @@ def rechecked(
         alone = all(OWN in found.note for found in check.findings if not found.ok)
         others = _others(evidence, config, own_first=alone and most is not None)
         if _is_sum(check.origin):
-            others = islice(_as_small_as_in_step(evidence, config), OF_A_SUM)
+            others = _of_small_gradients(evidence, config)
         for tapped, note in islice(others, most):
             taps = look(session, config, tapped, [])
             # The scores of the evidence belong to the other sequences.
@@ -152,19 +153,20 @@ def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
             yield micro
 
 
-def _as_small_as_in_step(evidence: Evidence, config: RunConfig) -> Iterator[tuple[Batch, str]]:
-    """Yield the step's whole micro-batches, whose tokens have the shares of the loss that they have in the step.
+def _of_small_gradients(evidence: Evidence, config: RunConfig) -> Iterator[tuple[Batch, str]]:
+    """Yield the step's first whole micro-batch with loss weights that make its gradients as small as in the step.
 
-    The weight of all other micro-batches is that of one token. Under a loss scale this token would overflow.
+    One token has the weight of all that is left out. Under a loss scale this token would overflow.
     """
     if SCALE in evidence.before.scalars:
         return
-    total = evidence.batch.weights.sum(dtype=np.float64)
-    for micro in _whole(evidence, config):
-        weights = micro.weights.copy()
-        if weights.any():
-            weights.flat[np.flatnonzero(weights)[0]] += total - weights.sum(dtype=np.float64)
-            yield replace(micro, weights=weights), "with gradients as small as in the step"
+    total = float(evidence.batch.weights.sum(dtype=np.float64))
+    for micro in islice(_whole(evidence, config), 1):
+        for times in SMALLER if micro.weights.any() else ():
+            weights = micro.weights.copy()
+            weights.flat[np.flatnonzero(weights)[0]] += times * total - weights.sum(dtype=np.float64)
+            how = "as small as in the step" if times == 1 else f"{times} times smaller than in the step"
+            yield replace(micro, weights=weights), f"with gradients {how}"
 
 
 def _pairs(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
