@@ -4,10 +4,10 @@ The values depend on the run's configuration, the kernel and the library also on
 plan and run.json resolve `auto` here, so that twin, estimate and record match the kernel that runs.
 
 The attention kernel is `flash_brgemm` for operands without a mask, if there is a C++ compiler to build it: bf16 on x86
-processors with bf16 instructions, FP32 on those that are not made by Intel, because torch's kernel takes its products
-from MKL, which is slow for such blocks on them (measured with AVX-512 and without: docs/results/cpu_auto.md). Otherwise
-it is `math`, which stores the scores (S, S) of every head, if both conditions hold, else `flash` (measured:
-docs/guide/levers.md):
+processors with bf16 instructions, and on those where torch has only plain loops for bf16; FP32 on those that are not
+made by Intel, because torch's kernel takes its products from MKL, which is slow for such blocks on them (measured with
+AVX-512 and without: docs/results/cpu_auto.md). Otherwise it is `math`, which stores the scores (S, S) of every head, if
+both conditions hold, else `flash` (measured: docs/guide/levers.md):
 
 - speed: operands are bf16 or FP16, and sequences are shorter than SHORT tokens. For such sequences torch's flash kernel
   processes 32 queries at a time (`flash_attention_backward_kernel_impl`), and is slower than whole products. On x86
@@ -71,7 +71,7 @@ BEFORE: Mapping[str, Any] = {
 def on_cpu(config: RunConfig) -> dict[str, Any]:
     """Return the values of `auto` on this CPU by dotted key: attention kernel, fused AdamW, libraries of products."""
     return {
-        KERNEL: BLOCKS if _attends_by_blocks(config) and _attends_faster(config) else _other_kernel(config),
+        KERNEL: BLOCKS if _builds_attention(config) and _attends_faster(config) else _other_kernel(config),
         "optim.fused": True,
         PRODUCTS: _library(config),
         COMPILED_PRODUCTS: _library(config),
@@ -105,8 +105,10 @@ def _library(config: RunConfig) -> str:
 
 
 def _attends_faster(config: RunConfig) -> bool:
-    """Return whether this machine has block products of a run's operands, and torch's attention is slower."""
-    return _builds(config) and (config.precision.operand in NARROW or _is_not_intels())
+    """Return whether attention by block products is faster than torch's on this machine."""
+    if config.precision.operand in NARROW:
+        return builds_bf16_products() or not multiplies_bf16()
+    return _is_not_intels()
 
 
 def _mkl_is_slow() -> bool:
@@ -123,6 +125,11 @@ def _builds(config: RunConfig) -> bool:
     """Return whether this machine has block products of a run's operands."""
     operand = FORMATS[config.precision.operand]
     return operand.by_blocks and (builds_bf16_products() if operand.name in NARROW else has_cpp_compiler())
+
+
+def _builds_attention(config: RunConfig) -> bool:
+    """Return whether this machine can attend by block products. Without those of bf16 it takes those of FP32."""
+    return _attends_by_blocks(config) and has_cpp_compiler() and bool(vendor())
 
 
 def vendor() -> str:
@@ -191,7 +198,7 @@ def settled(config: RunConfig, device: str, chosen: Mapping[str, Any] | None = N
     changes: dict[str, Section] = {}
     if config.attention.chosen is AUTO:
         kernel = chosen[KERNEL]
-        if ATTENTION_KERNELS[kernel].only_cpu and not (_attends_by_blocks(config) and _builds(config)):
+        if ATTENTION_KERNELS[kernel].only_cpu and not _builds_attention(config):
             # The run is of another machine, or this is a branch of it with other operands.
             kernel = _other_kernel(config)
         changes["attention"] = config.attention.model_copy(update={"kernel": kernel})
@@ -226,11 +233,10 @@ def with_kernel_of_torch(config: RunConfig, device: str) -> RunConfig:
 
 def moved(config: RunConfig) -> RunConfig:
     """Return a settled configuration of another machine, with `auto` for block products if this one lacks them."""
-    if _builds(config):
-        return config
-    if config.attention.chosen.only_cpu:
+    if config.attention.chosen.only_cpu and not _builds_attention(config):
         config = _with_kernel(config, AUTO.name)
-    return _with_products(config, "auto") if config.precision.cpu_products == "brgemm" else config
+    lacks_products = config.precision.cpu_products == "brgemm" and not _builds(config)
+    return _with_products(config, "auto") if lacks_products else config
 
 
 def _with_kernel(config: RunConfig, kernel: str) -> RunConfig:

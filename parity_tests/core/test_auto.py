@@ -46,6 +46,7 @@ def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     # parity_tests/torch_backend/test_wide_product.py tests where they are True.
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
     monkeypatch.setattr(auto, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(auto, "vendor", lambda: "GenuineIntel")
 
 
 def run(**settings) -> RunConfig:
@@ -160,6 +161,20 @@ def test_block_products_attend_in_fp32_on_amds_without_avx512_too(avx512, monkey
     assert found.precision.cpu_products == ("brgemm" if avx512 else "blas")
 
 
+@pytest.mark.parametrize(
+    ("maker", "avx512", "expected"),
+    [("GenuineIntel", False, "flash_brgemm"), ("GenuineIntel", True, "math"), ("", False, "math")],
+    ids=["x86", "x86 with AVX-512", "another processor"],
+)
+def test_block_products_attend_in_bf16_where_torch_has_plain_loops(maker, avx512, expected, monkeypatch):
+    """Without bf16 instructions they multiply FP32 numbers. With AVX-512 torch hands its products to oneDNN."""
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(auto, "vendor", lambda: maker)
+    monkeypatch.setattr(auto, "multiplies_bf16", lambda: avx512)
+    found = settled(run(), "cpu")
+    assert found.attention.kernel == expected and found.precision.cpu_products == "blas"
+
+
 class Foreign:
     """A trainer that names nothing but itself."""
 
@@ -199,6 +214,7 @@ def test_that_kernel_is_for_the_cpu_and_for_scores_without_a_cap():
 def test_a_kernel_that_is_not_there_has_another_one_in_its_place(monkeypatch):
     """A run of another machine, a branch with other operands, a capsule that is opened on CUDA, an older run."""
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: True)
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: True)
     asked, recorded = run(), on_cpu(run())
     found = settled(asked, "cpu", recorded)
     assert found.attention.kernel == "flash_brgemm"
@@ -207,6 +223,9 @@ def test_a_kernel_that_is_not_there_has_another_one_in_its_place(monkeypatch):
     in_fp64 = found.model_copy(update={"precision": PrecisionConfig(policy="fp64")})
     assert settled(in_fp64, "cpu").attention.kernel == "flash"
     monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    assert settled(asked, "cpu", recorded).attention.kernel == settled(moved(found), "cpu").attention.kernel
+    assert moved(found).attention.kernel == "flash_brgemm" and moved(found).precision.cpu_products == "auto"
+    monkeypatch.setattr(auto, "has_cpp_compiler", lambda: False)
     assert settled(asked, "cpu", recorded).attention.kernel == "math"
     assert settled(moved(found), "cpu").attention.kernel == "math"
     # A request by name stays, and a session refuses it.

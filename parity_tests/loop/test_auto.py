@@ -57,7 +57,8 @@ def test_a_run_goes_on_with_what_it_keeps_whatever_the_rule_says_then(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With another micro-batch too, and beside its run file, which has `auto`."""
-    monkeypatch.setattr(auto, "builds_bf16_products", lambda: False)
+    for which in ("builds_bf16_products", "has_cpp_compiler"):
+        monkeypatch.setattr(auto, which, lambda: False)
     assert folder.train("run", EVERY_4) == 0
     losses = folder.losses("run")
     told = folder.run("run").info

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.core.config.auto import builds_bf16_products, has_cpp_compiler, settled
+from lockstep.core.config.auto import has_cpp_compiler, settled
 from lockstep.core.errors import UserError
 from lockstep.core.parity.modes.side_by_side import check_steps
 from lockstep.jax_backend.backend import JaxBackend
@@ -22,12 +22,8 @@ from lockstep.torch_backend.kernels import block_attention as blocks
 from lockstep.torch_backend.kernels import cpp
 
 BF16, FP32 = torch.bfloat16, torch.float32
-runs_here = pytest.mark.skipif(not builds_bf16_products(), reason="no x86 instructions for bf16, or no C++ compiler")
-runs_fp32_here = pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
-MARKS = {BF16: runs_here, FP32: runs_fp32_here}
-in_both = pytest.mark.parametrize(
-    "dtype", [pytest.param(dtype, marks=mark, id=str(dtype)[6:]) for dtype, mark in MARKS.items()]
-)
+runs_here = pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+in_both = pytest.mark.parametrize("dtype", [pytest.param(x, marks=runs_here, id=str(x)[6:]) for x in (BF16, FP32)])
 
 # Batch, heads of queries, heads of keys, length, width: below, at and above blocks of 32 to 512; odd ones.
 SHAPES = [
@@ -42,7 +38,7 @@ SHAPES = [
 ]
 ODD_WIDTHS = [(1, 1, 1, 1, 1), (2, 2, 1, 77, 45), (1, 3, 3, 130, 7), (1, 2, 1, 600, 33)]
 CASES = [
-    pytest.param(dtype, shape, marks=MARKS[dtype], id=f"{str(dtype)[6:]}-{shape}")
+    pytest.param(dtype, shape, marks=runs_here, id=f"{str(dtype)[6:]}-{shape}")
     for dtype, shapes in ((BF16, SHAPES), (FP32, SHAPES + ODD_WIDTHS))
     for shape in shapes
 ]
@@ -101,6 +97,17 @@ def test_the_formula(dtype, shape, by_tokens):
         # The weight of a single key is 1, and the gradients of q and k are 0: a difference of two sums near 1.
         size = max(float(truth.norm()), 1.0 if dtype == FP32 and shape[3] == 1 else 0.0)
         assert (ours.double() - truth).norm() <= rounding(dtype, shape) * size
+
+
+@runs_here
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=str)
+def test_the_formula_of_bf16_numbers_in_32_bits(shape, monkeypatch):
+    """Those of a processor without bf16 instructions."""
+    monkeypatch.setattr(blocks, "builds_bf16_products", lambda: False)
+    given, scale = drawn(*shape, True, BF16), 1.3 / math.sqrt(shape[-1])
+    made = with_gradients(lambda *qkv: blocks.block_attention(*qkv, scale), *given)
+    for ours, truth in zip(made, exact(*given, scale), strict=True):
+        assert ours.dtype == BF16 and (ours.double() - truth).norm() <= rounding(BF16, shape) * max(truth.norm(), 1e-3)
 
 
 @runs_here
@@ -203,7 +210,7 @@ def test_odd_widths_of_bf16_are_refused():
         blocks.block_attention(*torch.ones(3, 1, 2, 8, 5, dtype=BF16), 1.0)
 
 
-POLICIES = [pytest.param("bf16", marks=runs_here), pytest.param("fp32", marks=runs_fp32_here)]
+POLICIES = [pytest.param("bf16", marks=runs_here), pytest.param("fp32", marks=runs_here)]
 
 
 def config_of(kernel, compiled=None, policy="bf16"):
@@ -319,7 +326,9 @@ def test_the_product_of_the_operands_dtype_is_tried(monkeypatch):
     """A processor may have the FP32 product and lack the one of bf16."""
 
     def attention(*given):
-        return None if given[-2] else b"no product of bf16\nand more"
+        return b"no product of bf16\nand more" if given[-2] == blocks.IN_BF16 else None
+
+    monkeypatch.setattr(blocks, "builds_bf16_products", lambda: True)
 
     both = SimpleNamespace(lockstep_attention=attention, lockstep_attention_backward=lambda *given: None)
     monkeypatch.setattr(blocks, "library", lambda source: both)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import tyro
 
-from lockstep.core.config.auto import SHORT, WIDTHS, builds_bf16_products, has_cpp_compiler
+from lockstep.core.config.auto import SHORT, WIDTHS, has_cpp_compiler
 from lockstep.core.config.file import load_config
 from lockstep.core.train.process_memory import process_memory
 from lockstep.scripts.studies.repository import ROOT
@@ -43,10 +43,9 @@ FUSED, FOREACH = ({"attention.kernel": "flash", "optim.fused": fused} for fused 
 CALLS, PARTS = ((8, 64, 128), (8, 64, 512), (8, 64, 2048)), ("output", "gradient of q", "of k", "of v")
 
 
-def kernels_of(policy: str) -> list[str]:
-    """List the kernels that run here under a policy."""
-    builds = builds_bf16_products() if policy == "bf16" else has_cpp_compiler()
-    return [name for name in KERNELS if builds or name != "flash_brgemm"]
+def kernels_here() -> list[str]:
+    """List the kernels that run here."""
+    return [name for name in KERNELS if has_cpp_compiler() or name != "flash_brgemm"]
 
 
 def settings(length: int, compiled: bool, policy: str) -> dict[str, str]:
@@ -89,7 +88,7 @@ def calls(policy: str, heads: int, width: int, length: int) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     *operands, grad = (torch.randn(1, length, heads, width).to(DTYPES[policy]).transpose(1, 2) for _ in range(4))
-    kernels = kernels_of(policy)
+    kernels = kernels_here()
 
     def made(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
         given = [x.to(dtype).requires_grad_() for x in operands]
@@ -142,7 +141,7 @@ def measure() -> dict[str, Any]:
     ):
         for length in lengths:
             common = settings(length, compiled, policy)
-            kernels = kernels_of(policy)
+            kernels = kernels_here()
             each = [{"attention.kernel": name, "optim.fused": "true"} for name in kernels]
             taken, faster = ratios(common, *each)
             row: dict[str, Any] = {"policy": policy, "compiled": compiled, "length": length}
@@ -176,10 +175,10 @@ def page(machines: Mapping[str, Mapping[str, Any]]) -> str:
         "ratios hardly.",
         "",
         "The rule (core/config/auto.py): `flash_brgemm`, Lockstep's own kernel, without a mask and with a C++ "
-        "compiler, for bf16 operands on x86 with bf16 instructions,",
-        "for FP32 on x86 that is not Intel's. Otherwise `math` where operands have two bytes, sequences are shorter "
-        f"than {SHORT} tokens and at most {WIDTHS} head",
-        "dimensions long; `flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply "
+        "compiler, for bf16 operands on x86 with bf16 instructions",
+        "or without AVX-512, for FP32 on x86 that is not Intel's. Otherwise `math` where operands have two bytes, "
+        f"sequences are shorter than {SHORT} tokens and at most",
+        f"{WIDTHS} head dimensions long; `flash` elsewhere. On x86 without AVX-512 the limit of tokens does not apply "
         "(narrow_products.md).",
     ]
     for instructions, found in machines.items():

@@ -13,8 +13,16 @@
 
 namespace {
 
-// Operands are of type T: BFloat16 or float. A product's right operand lies in words of 32 bits: an FP32 number, or a
-// pair of bf16 numbers, of two rows (VNNI).
+// A bf16 number in 32 bits, for a processor whose block product takes FP32 numbers alone. A conversion to it rounds.
+struct Widened {
+  Widened() = default;
+  explicit Widened(float x) : value(static_cast<float>(BFloat16(x))) {}
+  explicit operator float() const { return value; }
+  float value;
+};
+
+// Operands are of type T: BFloat16, Widened or float. A product's right operand lies in words of 32 bits: one number, or
+// a pair of bf16 numbers, of two rows (VNNI).
 template <class T>
 constexpr int64_t PAIRED = IN_PAIRS<T> ? 2 : 1;
 // Forward: a block of ROWS queries beside all its keys, KEYS at a time. Backward: a block of COLUMNS keys beside
@@ -80,11 +88,16 @@ Words rounded(Floats x) {
 
 void store_rounded(BFloat16* to, Floats x) { store(to, __builtin_convertvector(rounded(x) >> 16, Halves)); }
 
+void store_rounded(Widened* to, Floats x) { store(to, rounded(x) & 0xffff0000u); }
+
 void store_rounded(float* to, Floats x) { store(to, x); }
 
 Floats widened(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
 
-Floats widened(const float* from) { return load<Floats>(from); }
+template <class Word>
+Floats widened(const Word* from) {
+  return load<Floats>(from);
+}
 
 // Rounds n numbers times a factor to T.
 template <class T>
@@ -121,13 +134,26 @@ struct Right {
 
 template <class T>
 void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t row, Right b, float* c, int64_t width, bool add) {
-  at::native::cpublas::brgemm(m, n, k, row, b.stride, width, add, a, static_cast<const T*>(b.words), c,
-                              IN_PAIRS<T>);
+  using Operand = std::conditional_t<IN_PAIRS<T>, BFloat16, float>;
+  at::native::cpublas::brgemm(m, n, k, row, b.stride, width, add, reinterpret_cast<const Operand*>(a),
+                              static_cast<const Operand*>(b.words), c, IN_PAIRS<T>);
 }
 
-// Rows as a right operand: bf16 rows are copied in pairs, with zeros after an odd n; FP32 rows stay where they are.
+// Rows as a right operand: bf16 rows are copied in pairs, with zeros after an odd n; rows of words stay where they are.
 template <class T>
-struct RightRows;
+struct RightRows {
+  RightRows(int64_t, int64_t) {}
+
+  void read(const T* rows, int64_t row, int64_t) {
+    from = rows;
+    stride = row;
+  }
+
+  Right at(int64_t i) const { return {from + i * stride, stride}; }
+
+  const T* from = nullptr;
+  int64_t stride = 0;
+};
 
 template <>
 struct RightRows<BFloat16> {
@@ -146,33 +172,18 @@ struct RightRows<BFloat16> {
   Block<uint32_t> words;
 };
 
-template <>
-struct RightRows<float> {
-  RightRows(int64_t, int64_t) {}
-
-  void read(const float* rows, int64_t row, int64_t) {
-    from = rows;
-    stride = row;
-  }
-
-  Right at(int64_t i) const { return {from + i * stride, stride}; }
-
-  const float* from = nullptr;
-  int64_t stride = 0;
-};
-
-// A block of FP32 numbers rounded to T: in memory of its own, or in place if T is FP32.
+// A block of FP32 numbers rounded to T: in place, or in memory of its own if T is shorter.
 template <class T>
 struct Rounded {
-  explicit Rounded(int64_t n) : block(n) {}
-  T* of(float*) const { return block.get(); }
-  Block<T> block;
+  explicit Rounded(int64_t) {}
+  T* of(float* from) const { return reinterpret_cast<T*>(from); }
 };
 
 template <>
-struct Rounded<float> {
-  explicit Rounded(int64_t) {}
-  float* of(float* from) const { return from; }
+struct Rounded<BFloat16> {
+  explicit Rounded(int64_t n) : block(n) {}
+  BFloat16* of(float*) const { return block.get(); }
+  Block<BFloat16> block;
 };
 
 // The transpose of rows [0, n) as a right operand: [width / PAIRED][stride].
@@ -197,7 +208,8 @@ void transpose_rows(const BFloat16* from, int64_t row, int64_t n, int64_t width,
   }
 }
 
-void transpose_rows(const float* from, int64_t row, int64_t n, int64_t width, uint32_t*, float* to, int64_t stride) {
+template <class T>
+void transpose_rows(const T* from, int64_t row, int64_t n, int64_t width, uint32_t*, T* to, int64_t stride) {
   pack_transposed(from, row, n, width, reinterpret_cast<uint32_t*>(to), stride);
 }
 
@@ -443,17 +455,20 @@ const char* attention_backward(const void* q, const void* k, const void* v, cons
 
 }  // namespace
 
-// Both return null, or the message of an error, which this thread's next call overwrites. wide: operands are FP32.
+// Both return null, or the message of an error, which this thread's next call overwrites. format: of the operands, 0 for
+// bf16, 1 for FP32, 2 for bf16 numbers in 32 bits.
 extern "C" const char* lockstep_attention(const void* q, const void* k, const void* v, void* out, float* lse,
-                                          const int64_t* shape, const int64_t* strides, int wide, float scale) {
-  const auto call = wide ? attention<float> : attention<BFloat16>;
+                                          const int64_t* shape, const int64_t* strides, int format, float scale) {
+  const auto call = format == 0 ? attention<BFloat16> : format == 1 ? attention<float> : attention<Widened>;
   return call(q, k, v, out, lse, shape, strides, scale);
 }
 
 extern "C" const char* lockstep_attention_backward(const void* q, const void* k, const void* v, const void* out,
                                                    const void* grad, const float* lse, void* grad_q, void* grad_k,
-                                                   void* grad_v, const int64_t* shape, const int64_t* strides, int wide,
-                                                   float scale) {
-  const auto call = wide ? attention_backward<float> : attention_backward<BFloat16>;
+                                                   void* grad_v, const int64_t* shape, const int64_t* strides,
+                                                   int format, float scale) {
+  const auto call = format == 0   ? attention_backward<BFloat16>
+                    : format == 1 ? attention_backward<float>
+                                  : attention_backward<Widened>;
   return call(q, k, v, out, grad, lse, grad_q, grad_k, grad_v, shape, strides, scale);
 }

@@ -4,6 +4,9 @@ It is FlashAttention-2 (Dao 2023). In bf16 it rounds as torch's flash kernel on 
 their products, and gradients are summed in FP32. torch's flash kernel on the CPU adds the gradients of k and v in bf16,
 one block of queries after another, and takes its products from BLAS (docs/results/cpu_auto.md). In FP32 nothing is
 rounded between the products.
+
+On a processor without bf16 instructions the products are those of FP32 numbers that bf16 holds: the same roundings, and
+sums in another order.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.config.auto import builds_bf16_products
 from lockstep.core.errors import UserError
 from lockstep.torch_backend.kernels.cpp import NotBuilt, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+# Formats of operands in block_attention.cpp. WIDENED: bf16 numbers in 32 bits.
+IN_BF16, IN_FP32, WIDENED = range(3)
 
 
 def block_attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float) -> Tensor:
@@ -43,13 +49,14 @@ torch.library.define(
 @torch.library.impl("lockstep::attention", "CPU")
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     _check(q, k, v)
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    dtype, form = q.dtype, _format_of(q.dtype)
+    q, k, v = (_readable(x, form) for x in (q, k, v))
     out, lse = _shape_of_attention(q, k, v, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, lse))
-        described = _shape(q, k), _strides(q, k, v), _wide(q.dtype)
-        _raise(build(q.dtype).lockstep_attention(*arrays, *described, scale))
-    return out, lse
+        described = _shape(q, k), _strides(q, k, v), form
+        _raise(build(dtype).lockstep_attention(*arrays, *described, scale))
+    return out.to(dtype), lse
 
 
 @torch.library.register_fake("lockstep::attention")
@@ -62,14 +69,16 @@ def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, out, grad)
-    grad, q, k, v, out = _readable(grad), _readable(q), _readable(k), _readable(v), _readable(out)
+    dtype, form = q.dtype, _format_of(q.dtype)
+    grad, q, k, v, out = (_readable(x, form) for x in (grad, q, k, v, out))
     lse = lse.contiguous()
     made = _shapes_of_gradients(grad, q, k, v, out, lse, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, grad, lse, *made))
-        described = _shape(q, k), _strides(q, k, v, out, grad), _wide(q.dtype)
-        _raise(build(q.dtype).lockstep_attention_backward(*arrays, *described, scale))
-    return made
+        described = _shape(q, k), _strides(q, k, v, out, grad), form
+        _raise(build(dtype).lockstep_attention_backward(*arrays, *described, scale))
+    of_q, of_k, of_v = (x.to(dtype) for x in made)
+    return of_q, of_k, of_v
 
 
 @torch.library.register_fake("lockstep::attention_backward")
@@ -113,8 +122,9 @@ def _by_tokens(x_BHSE: Tensor) -> Tensor:
     return x_BHSE.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Return x with a head's elements side by side, in rows that do not overlap."""
+def _readable(x: Tensor, form: int) -> Tensor:
+    """Return x in this format, with a head's elements side by side, in rows that do not overlap."""
+    x = x.float() if form == WIDENED else x
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
@@ -126,8 +136,10 @@ def _strides(*tensors: Tensor) -> Any:
     return _integers(*(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
-def _wide(dtype: torch.dtype) -> bool:
-    return dtype == torch.float32
+def _format_of(dtype: torch.dtype) -> int:
+    if dtype == torch.float32:
+        return IN_FP32
+    return IN_BF16 if builds_bf16_products() else WIDENED
 
 
 def _integers(*values: int) -> Any:
@@ -153,10 +165,11 @@ def build(dtype: torch.dtype) -> Any:
         function = getattr(loaded, name)
         function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int, ctypes.c_float]
         function.restype = ctypes.c_char_p
-    one = torch.ones(1, 1, 2, 2, dtype=dtype)
+    form = _format_of(dtype)
+    one = _readable(torch.ones(1, 1, 2, 2, dtype=dtype), form)
     out, lse = _shape_of_attention(one, one, one, 1.0)
     arrays = (x.data_ptr() for x in (one, one, one, out, lse))
-    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), _wide(dtype), 1.0):
+    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), form, 1.0):
         raise UserError(_refusal(said.decode().splitlines()[0]))
     return loaded
 
