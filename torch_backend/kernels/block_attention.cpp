@@ -13,11 +13,8 @@
 
 namespace {
 
-// A bf16 number in 32 bits, for a processor whose block product takes FP32 numbers alone. A conversion to it rounds.
+// A bf16 number in 32 bits, for a processor whose block product takes FP32 numbers alone.
 struct Widened {
-  Widened() = default;
-  explicit Widened(float x) : value(static_cast<float>(BFloat16(x))) {}
-  explicit operator float() const { return value; }
   float value;
 };
 
@@ -94,10 +91,7 @@ void store_rounded(float* to, Floats x) { store(to, x); }
 
 Floats widened(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
 
-template <class Word>
-Floats widened(const Word* from) {
-  return load<Floats>(from);
-}
+Floats widened(const float* from) { return load<Floats>(from); }
 
 // Rounds n numbers times a factor to T.
 template <class T>
@@ -107,12 +101,16 @@ void round_row(const float* from, int64_t n, float factor, T* to) {
   for (; e < n; ++e) to[e] = T(from[e] * factor);
 }
 
+// The type of T's numbers in tensors.
+template <class T>
+using Stored = std::conditional_t<std::is_same_v<T, Widened>, BFloat16, T>;
+
 template <class T>
 struct Heads {
-  const T* data;
+  const Stored<T>* data;
   int64_t batch, head, row;  // strides in elements; a head's elements are contiguous
 
-  const T* at(int64_t b, int64_t h, int64_t s = 0) const { return data + b * batch + h * head + s * row; }
+  const Stored<T>* at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
 int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -125,6 +123,39 @@ struct Block {
   explicit Block(int64_t n) : held(new T[n + LANES]) {}
   T* get() const { return held.get(); }
   std::unique_ptr<T[]> held;
+};
+
+// The rows of one head as T: where they are, or widened in memory of their own.
+template <class T>
+struct Rows {
+  Rows(int64_t, int64_t) {}
+
+  void read(const T* from, int64_t row, int64_t) {
+    data = from;
+    stride = row;
+  }
+
+  const T* at(int64_t i) const { return data + i * stride; }
+
+  const T* data = nullptr;
+  int64_t stride = 0;
+};
+
+template <>
+struct Rows<Widened> {
+  Rows(int64_t n, int64_t width) : stride(width), block(n * width), data(block.get()) {}
+
+  void read(const BFloat16* from, int64_t row, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t e = 0; e < stride; ++e) block.get()[i * stride + e].value = static_cast<float>(from[i * row + e]);
+    }
+  }
+
+  const Widened* at(int64_t i) const { return data + i * stride; }
+
+  int64_t stride;
+  Block<Widened> block;
+  const Widened* data;
 };
 
 struct Right {
@@ -223,7 +254,7 @@ struct Shape {
 // One block of queries of one head: out rows, and their logsumexp.
 template <class T>
 void forward_rows(const Shape& s, const T* q, int64_t row, const uint32_t* keys, const RightRows<T>& values,
-                  int64_t first, int64_t m, float* scores, T* weights, float* sums, T* out, int64_t out_row,
+                  int64_t first, int64_t m, float* scores, T* weights, float* sums, Stored<T>* out, int64_t out_row,
                   float* lse) {
   const int64_t stride = apart(s.length), E = s.width;
   float top[ROWS<T>], total[ROWS<T>];
@@ -268,10 +299,11 @@ void forward_rows(const Shape& s, const T* q, int64_t row, const uint32_t* keys,
 }
 
 template <class T>
-void forward(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, T* out, float* lse) {
+void forward(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, Stored<T>* out, float* lse) {
   const int64_t S = s.length, E = s.width, stride = apart(S), blocks = (S + ROWS<T> - 1) / ROWS<T>;
   const int64_t out_row = s.heads * E;
   at::parallel_for(0, s.batch * s.heads, 1, [&](int64_t begin, int64_t end) {
+    Rows<T> of_q(S, E), of_k(S, E), of_v(S, E);
     const Block<uint32_t> keys(E / PAIRED<T> * stride);
     RightRows<T> values(S, E);
     const Block<float> scores(ROWS<T> * OF_KEYS), sums(ROWS<T> * E);
@@ -279,13 +311,17 @@ void forward(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T
     for (int64_t which = begin; which < end; ++which) {
       const int64_t b = which / s.heads, h = which % s.heads, g = h / s.group();
       if (which == begin || h % s.group() == 0) {
-        pack_transposed(k.at(b, g), k.row, S, E, keys.get(), stride);
-        values.read(v.at(b, g), v.row, S);
+        of_k.read(k.at(b, g), k.row, S);
+        of_v.read(v.at(b, g), v.row, S);
+        pack_transposed(of_k.data, of_k.stride, S, E, keys.get(), stride);
+        values.read(of_v.data, of_v.stride, S);
       }
+      of_q.read(q.at(b, h), q.row, S);
       for (int64_t i = 0; i < blocks; ++i) {
         const int64_t first = i * ROWS<T>, m = std::min(ROWS<T>, S - first);
-        forward_rows(s, q.at(b, h, first), q.row, keys.get(), values, first, m, scores.get(), weights.of(scores.get()),
-                     sums.get(), out + (b * S + first) * out_row + h * E, out_row, lse + which * S + first);
+        forward_rows(s, of_q.at(first), of_q.stride, keys.get(), values, first, m, scores.get(),
+                     weights.of(scores.get()), sums.get(), out + (b * S + first) * out_row + h * E, out_row,
+                     lse + which * S + first);
       }
     }
     at::native::cpublas::brgemm_release(IN_PAIRS<T>);
@@ -296,24 +332,27 @@ void forward(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T
 template <class T>
 struct Queries {
   Queries(int64_t S, int64_t E)
-      : across(E / PAIRED<T> * apart(S)), grad_across(E / PAIRED<T> * apart(S)), rows(S, E), grad_rows(S, E),
-        delta(padded(S)), lse(padded(S)), sums(E * apart(S)) {}
+      : of_q(S, E), of_grad(S, E), across(E / PAIRED<T> * apart(S)), grad_across(E / PAIRED<T> * apart(S)), rows(S, E),
+        grad_rows(S, E), delta(padded(S)), lse(padded(S)), sums(E * apart(S)) {}
+  Rows<T> of_q, of_grad;
   Block<uint32_t> across, grad_across;
   RightRows<T> rows, grad_rows;
   Block<float> delta, lse, sums;  // sums: the gradient of q, transposed
 };
 
 template <class T>
-void prepare(const Shape& s, const T* q, int64_t row, const T* grad, int64_t grad_row, const T* out, int64_t out_row,
-             const float* lse, Queries<T>& to) {
+void prepare(const Shape& s, const Stored<T>* q, int64_t row, const Stored<T>* grad, int64_t grad_row,
+             const Stored<T>* out, int64_t out_row, const float* lse, Queries<T>& to) {
   const int64_t S = s.length, E = s.width, stride = apart(S);
-  pack_transposed(q, row, S, E, to.across.get(), stride);
-  pack_transposed(grad, grad_row, S, E, to.grad_across.get(), stride);
-  to.rows.read(q, row, S);
-  to.grad_rows.read(grad, grad_row, S);
+  to.of_q.read(q, row, S);
+  to.of_grad.read(grad, grad_row, S);
+  pack_transposed(to.of_q.data, to.of_q.stride, S, E, to.across.get(), stride);
+  pack_transposed(to.of_grad.data, to.of_grad.stride, S, E, to.grad_across.get(), stride);
+  to.rows.read(to.of_q.data, to.of_q.stride, S);
+  to.grad_rows.read(to.of_grad.data, to.of_grad.stride, S);
   std::memcpy(to.lse.get(), lse, S * sizeof(float));
   for (int64_t i = 0; i < S; ++i) {
-    const T *g = grad + i * grad_row, *o = out + i * out_row;
+    const Stored<T> *g = grad + i * grad_row, *o = out + i * out_row;
     Floats sums = {};
     float sum = 0.f;
     int64_t e = 0;
@@ -358,11 +397,12 @@ void softmax_backward(const Shape& s, const Queries<T>& of, int64_t key, int64_t
 
 template <class T>
 void backward_keys(const Shape& s, const Heads<T>& q, const Heads<T>& k, const Heads<T>& v, const Heads<T>& out,
-                   const Heads<T>& grad, const float* lse, T* grad_q, T* grad_k, T* grad_v) {
+                   const Heads<T>& grad, const float* lse, Stored<T>* grad_q, Stored<T>* grad_k, Stored<T>* grad_v) {
   const int64_t S = s.length, E = s.width, stride = apart(S), group = s.group();
   at::parallel_for(0, s.batch * s.of_keys, 1, [&](int64_t begin, int64_t end) {
     std::unique_ptr<std::unique_ptr<Queries<T>>[]> of(new std::unique_ptr<Queries<T>>[group]);
     for (int64_t g = 0; g < group; ++g) of[g] = std::make_unique<Queries<T>>(S, E);
+    Rows<T> of_k(S, E), of_v(S, E);
     const Block<T> across(E * stride);
     const Rounded<T> weights(COLUMNS<T> * OF_QUERIES), grads(COLUMNS<T> * OF_QUERIES);
     const Block<uint32_t> pairs(IN_PAIRS<T> ? COLUMNS<T> / 2 * OF_QUERIES : 0), words(E * stride);
@@ -372,10 +412,12 @@ void backward_keys(const Shape& s, const Heads<T>& q, const Heads<T>& k, const H
       const int64_t b = which / s.of_keys, h = which % s.of_keys;
       for (int64_t g = 0; g < group; ++g) {
         const int64_t one = h * group + g;
-        prepare(s, q.at(b, one), q.row, grad.at(b, one), grad.row, out.at(b, one), out.row,
-                lse + (b * s.heads + one) * S, *of[g]);
+        prepare<T>(s, q.at(b, one), q.row, grad.at(b, one), grad.row, out.at(b, one), out.row,
+                   lse + (b * s.heads + one) * S, *of[g]);
       }
-      transpose_rows(k.at(b, h), k.row, S, E, words.get(), across.get(), stride);
+      of_k.read(k.at(b, h), k.row, S);
+      of_v.read(v.at(b, h), v.row, S);
+      transpose_rows(of_k.data, of_k.stride, S, E, words.get(), across.get(), stride);
       for (int64_t key = 0; key < S; key += COLUMNS<T>) {
         const int64_t n = std::min(COLUMNS<T>, S - key);
         bool add = false;
@@ -383,9 +425,9 @@ void backward_keys(const Shape& s, const Heads<T>& q, const Heads<T>& k, const H
           const Queries<T>& one = *of[g];
           for (int64_t query = key; query < S; query += QUERIES) {
             const int64_t m = std::min(QUERIES, S - query);
-            multiply(n, m, E, k.at(b, h, key), k.row, {one.across.get() + query, stride}, scores.get(), OF_QUERIES,
+            multiply(n, m, E, of_k.at(key), of_k.stride, {one.across.get() + query, stride}, scores.get(), OF_QUERIES,
                      false);
-            multiply(n, m, E, v.at(b, h, key), v.row, {one.grad_across.get() + query, stride}, of_weights.get(),
+            multiply(n, m, E, of_v.at(key), of_v.stride, {one.grad_across.get() + query, stride}, of_weights.get(),
                      OF_QUERIES, false);
             T *p = weights.of(scores.get()), *d = grads.of(of_weights.get());
             softmax_backward(s, one, key, n, query, m, scores.get(), of_weights.get(), p, d, pairs.get());
@@ -429,7 +471,7 @@ const char* guarded(const Work& work) {
 
 template <class T>
 Heads<T> heads(const void* data, const int64_t* strides) {
-  return {static_cast<const T*>(data), strides[0], strides[1], strides[2]};
+  return {static_cast<const Stored<T>*>(data), strides[0], strides[1], strides[2]};
 }
 
 template <class T>
@@ -437,7 +479,8 @@ const char* attention(const void* q, const void* k, const void* v, void* out, fl
                       const int64_t* strides, float scale) {
   return guarded([&] {
     const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
-    forward(s, heads<T>(q, strides), heads<T>(k, strides + 3), heads<T>(v, strides + 6), static_cast<T*>(out), lse);
+    forward(s, heads<T>(q, strides), heads<T>(k, strides + 3), heads<T>(v, strides + 6),
+            static_cast<Stored<T>*>(out), lse);
   });
 }
 
@@ -448,15 +491,16 @@ const char* attention_backward(const void* q, const void* k, const void* v, cons
   return guarded([&] {
     const Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], scale};
     backward_keys(s, heads<T>(q, strides), heads<T>(k, strides + 3), heads<T>(v, strides + 6),
-                  heads<T>(out, strides + 9), heads<T>(grad, strides + 12), lse, static_cast<T*>(grad_q),
-                  static_cast<T*>(grad_k), static_cast<T*>(grad_v));
+                  heads<T>(out, strides + 9), heads<T>(grad, strides + 12), lse, static_cast<Stored<T>*>(grad_q),
+                  static_cast<Stored<T>*>(grad_k), static_cast<Stored<T>*>(grad_v));
   });
 }
 
 }  // namespace
 
 // Both return null, or the message of an error, which this thread's next call overwrites. format: of the operands, 0 for
-// bf16, 1 for FP32, 2 for bf16 numbers in 32 bits.
+// bf16, 1 for FP32, 2 for bf16 that is multiplied in 32
+// bits.
 extern "C" const char* lockstep_attention(const void* q, const void* k, const void* v, void* out, float* lse,
                                           const int64_t* shape, const int64_t* strides, int format, float scale) {
   const auto call = format == 0 ? attention<BFloat16> : format == 1 ? attention<float> : attention<Widened>;

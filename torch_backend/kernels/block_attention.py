@@ -24,7 +24,7 @@ from lockstep.core.errors import UserError
 from lockstep.torch_backend.kernels.cpp import NotBuilt, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# Formats of operands in block_attention.cpp. WIDENED: bf16 numbers in 32 bits.
+# Formats of operands in block_attention.cpp. WIDENED: bf16 that is multiplied in 32 bits.
 IN_BF16, IN_FP32, WIDENED = range(3)
 
 
@@ -49,14 +49,13 @@ torch.library.define(
 @torch.library.impl("lockstep::attention", "CPU")
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     _check(q, k, v)
-    dtype, form = q.dtype, _format_of(q.dtype)
-    q, k, v = (_readable(x, form) for x in (q, k, v))
+    q, k, v = _readable(q), _readable(k), _readable(v)
     out, lse = _shape_of_attention(q, k, v, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, lse))
-        described = _shape(q, k), _strides(q, k, v), form
-        _raise(build(dtype).lockstep_attention(*arrays, *described, scale))
-    return out.to(dtype), lse
+        described = _shape(q, k), _strides(q, k, v), _format_of(q.dtype)
+        _raise(build(q.dtype).lockstep_attention(*arrays, *described, scale))
+    return out, lse
 
 
 @torch.library.register_fake("lockstep::attention")
@@ -69,16 +68,14 @@ def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q, k, v, out, grad)
-    dtype, form = q.dtype, _format_of(q.dtype)
-    grad, q, k, v, out = (_readable(x, form) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = _readable(grad), _readable(q), _readable(k), _readable(v), _readable(out)
     lse = lse.contiguous()
     made = _shapes_of_gradients(grad, q, k, v, out, lse, scale)
     if q.numel():
         arrays = (x.data_ptr() for x in (q, k, v, out, grad, lse, *made))
-        described = _shape(q, k), _strides(q, k, v, out, grad), form
-        _raise(build(dtype).lockstep_attention_backward(*arrays, *described, scale))
-    of_q, of_k, of_v = (x.to(dtype) for x in made)
-    return of_q, of_k, of_v
+        described = _shape(q, k), _strides(q, k, v, out, grad), _format_of(q.dtype)
+        _raise(build(q.dtype).lockstep_attention_backward(*arrays, *described, scale))
+    return made
 
 
 @torch.library.register_fake("lockstep::attention_backward")
@@ -122,9 +119,8 @@ def _by_tokens(x_BHSE: Tensor) -> Tensor:
     return x_BHSE.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _readable(x: Tensor, form: int) -> Tensor:
-    """Return x in this format, with a head's elements side by side, in rows that do not overlap."""
-    x = x.float() if form == WIDENED else x
+def _readable(x: Tensor) -> Tensor:
+    """Return x with a head's elements side by side, in rows that do not overlap."""
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
@@ -165,11 +161,10 @@ def build(dtype: torch.dtype) -> Any:
         function = getattr(loaded, name)
         function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int, ctypes.c_float]
         function.restype = ctypes.c_char_p
-    form = _format_of(dtype)
-    one = _readable(torch.ones(1, 1, 2, 2, dtype=dtype), form)
+    one = torch.ones(1, 1, 2, 2, dtype=dtype)
     out, lse = _shape_of_attention(one, one, one, 1.0)
     arrays = (x.data_ptr() for x in (one, one, one, out, lse))
-    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), form, 1.0):
+    if said := loaded.lockstep_attention(*arrays, _shape(one, one), _strides(one, one, one), _format_of(dtype), 1.0):
         raise UserError(_refusal(said.decode().splitlines()[0]))
     return loaded
 
