@@ -267,7 +267,7 @@ CASTS = (
     ),
 )
 
-# The check finds these, but names another origin than the expected one.
+# The first look of a check finds these, but names another origin; a recheck names the expected one.
 BEYOND = (
     Fault(
         backward.SmallGradientsFlushed,
@@ -276,8 +276,8 @@ BEYOND = (
         -1,
         backward_only=True,
         loss_moves_less_than=TINY,
-        note="the micro-batch that is tapped has its loss on two sequences: its gradients are larger than those of "
-        "training, and few of them fall below the limit",
+        note="the micro-batch that is tapped first has its loss on two sequences: its gradients are larger than those "
+        "of training, and few of them fall below the limit. A second look has smaller ones",
     ),
 )
 
