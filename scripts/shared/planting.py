@@ -131,6 +131,7 @@ class Bench:
         from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
         from lockstep.core.parity.evidence.gather import gather
         from lockstep.core.parity.judge.judge import judge
+        from lockstep.core.parity.modes.side_by_side import records_norms
 
         torch._dynamo.reset()
         # A session and its programs refer to each other: without a collection those of many faults stay in memory.
@@ -140,7 +141,8 @@ class Bench:
         handed = loader(self.data.batch)
         for step in range(1, last + 1):
             due = self.data.batch(step).digest()
-            evidence = gather(session, self.config, handed(step), due=due, ahead=False)
+            norms = records_norms(session, self.config, step)
+            evidence = gather(session, self.config, handed(step), norms=norms, due=due, ahead=False)
             evidence, check = recheck_rows(session, self.config, evidence, judge(evidence, reference), reference)
             row = replace(row, checks=step)
             if step == row.first_step and row.expected is not None:

@@ -68,13 +68,10 @@ def check_steps(
         opened = stack.enter_context(_opening(reference, config, first))
         # Other plans of casts are tried on the first check that disagrees.
         fitted = False
-        takes_norms = config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
         for number, batch in enumerate(itertools.chain(first, coming), 1):
             with store_for(config, ranks) as store:
-                # Every second step records norms, as some steps of training do, because this may be another program.
-                norms = takes_norms and number % 2 == 0
                 began = time.perf_counter()
-                evidence = gather(session, config, batch, norms=norms, store=store)
+                evidence = gather(session, config, batch, norms=records_norms(session, config, number), store=store)
                 evidence = of_all_ranks(evidence, store, ranks)
                 if is_large(config):
                     return_freed_memory()
@@ -87,6 +84,14 @@ def check_steps(
                         fitted = True
                     check = alarm(session, evidence, check)
             yield check
+
+
+def records_norms(session: Session, config: RunConfig, number: int) -> bool:
+    """Return whether the check of this number records norms by group, if the session has any: every second one does.
+
+    Some steps of training record them too, and this may be another program.
+    """
+    return number % 2 == 0 and config.log.norms_every > 0 and "norms" in inspect.signature(session.step).parameters
 
 
 @contextmanager
