@@ -76,7 +76,18 @@ def test_rows_without_their_causes_are_not_those_that_a_resumed_run_asks_for(tmp
     assert scoreboard.read(file, stamp(config, "promised")) == []
 
 
-@pytest.mark.parametrize("name", ["BranchDamped", "SkipGradientShort", "LoaderStartsOver", "GradientsNotZeroed"])
+FOUND_AS_PROMISED = (
+    "BranchDamped",
+    "SkipGradientShort",
+    "LoaderStartsOver",
+    "GradientsNotZeroed",
+    "AttentionLogitsUnscaled",
+    # Found only where a step records norms by group.
+    "NormsByGroupAfterClipping",
+)
+
+
+@pytest.mark.parametrize("name", FOUND_AS_PROMISED)
 def test_a_fault_is_found_where_and_when_it_is_promised(name: str, bench: Bench) -> None:
     fault = BY_NAME[name]
     row = bench.row(fault)
