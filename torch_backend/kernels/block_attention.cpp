@@ -128,7 +128,7 @@ struct Block {
 // The rows of one head as T: where they are, or widened in memory of their own.
 template <class T>
 struct Rows {
-  Rows(int64_t, int64_t) {}
+  Rows(int64_t, int64_t) {}  // the number of rows, and their length
 
   void read(const T* from, int64_t row, int64_t) {
     data = from;
@@ -175,15 +175,11 @@ template <class T>
 struct RightRows {
   RightRows(int64_t, int64_t) {}
 
-  void read(const T* rows, int64_t row, int64_t) {
-    from = rows;
-    stride = row;
-  }
+  void read(const T* from, int64_t row, int64_t) { first = {from, row}; }
 
-  Right at(int64_t i) const { return {from + i * stride, stride}; }
+  Right at(int64_t i) const { return {static_cast<const T*>(first.words) + i * first.stride, first.stride}; }
 
-  const T* from = nullptr;
-  int64_t stride = 0;
+  Right first = {};
 };
 
 template <>
