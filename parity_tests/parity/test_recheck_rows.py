@@ -94,21 +94,26 @@ def flushed_below(limit):
 SEVERAL = {"batch_size": 16, "micro_batch_size": 4}
 
 
-def test_a_fault_of_small_gradients_is_named_with_gradients_as_small_as_in_the_step():
-    """Those of two sequences are larger, so the first look finds only that the micro-batches do not add up."""
+@pytest.mark.parametrize(
+    ("limit", "gradients"),
+    [(2.0**-22, "as small as"), (2.0**-24, "64 times smaller than"), (2.0**-26, "4,096 times smaller than")],
+    ids=str,
+)
+def test_a_fault_of_small_gradients_is_named_with_small_gradients(limit, gradients):
+    """Those of two sequences are larger: at first a check finds only that the micro-batches do not add up."""
     config = tiny_config("fp32", train=SEVERAL)
-    session, reference = planted(flushed_below(2.0**-22)).open(config), Reference.open(JaxBackend(), config)
+    session, reference = planted(flushed_below(limit)).open(config), Reference.open(JaxBackend(), config)
     evidence = gather(session, config, text_batch(config))
     check = judge(evidence, reference)
     assert check.origin.stage == "accumulation"
     _, check = recheck_rows(session, config, evidence, check, reference)
     assert (check.origin.stage, check.origin.phase, check.origin.layer) == ("act", "backward", 1)
-    assert "as small as in the step" in check.origin.note
+    assert check.origin.note == f"with gradients {gradients} in the step"
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_a_sum_that_is_wrong_by_itself_keeps_its_name(policy):
-    """Every stage of an honest model agrees with gradients as small as in the step."""
+    """Every stage of an honest model agrees with small gradients too."""
     config = tiny_config(policy, train=SEVERAL)
     session, reference = MicroBatchesAfterTheThirdLost().open(config), Reference.open(JaxBackend(), config)
     evidence = gather(session, config, text_batch(config))

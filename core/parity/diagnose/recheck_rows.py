@@ -40,7 +40,7 @@ Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9
 # If a sum is wrong, gradients are examined that are so many times smaller than those of the step.
-SMALLER = (1, 64)
+SMALLER = (1, 64, 4096)
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -75,7 +75,7 @@ def rechecked(
         load(evidence.before)
         alone = all(OWN in found.note for found in check.findings if not found.ok)
         others = _others(evidence, config, own_first=alone and most is not None)
-        if _is_sum(check.origin):
+        if check.origin is not None and _is_sum(check.origin):
             others = _of_small_gradients(evidence, config)
         for tapped, note in islice(others, most):
             taps = look(session, config, tapped, [])
@@ -106,9 +106,9 @@ def is_unnamed(check: Check, evidence: Evidence) -> bool:
     return _is_sum(origin) or (of_model and origin.scope == "end_to_end")
 
 
-def _is_sum(origin: Finding | None) -> bool:
-    """Return whether the first wrong link is the sum over the step's micro-batches, on one rank."""
-    return origin is not None and origin.stage == "accumulation"
+def _is_sum(origin: Finding) -> bool:
+    """Return whether the first wrong link is the sum over the step's micro-batches."""
+    return origin.stage == "accumulation"
 
 
 def broken_stages(findings: Iterable[Finding]) -> list[Finding]:
@@ -165,7 +165,7 @@ def _of_small_gradients(evidence: Evidence, config: RunConfig) -> Iterator[tuple
         for times in SMALLER if micro.weights.any() else ():
             weights = micro.weights.copy()
             weights.flat[np.flatnonzero(weights)[0]] += times * total - weights.sum(dtype=np.float64)
-            how = "as small as in the step" if times == 1 else f"{times} times smaller than in the step"
+            how = "as small as in the step" if times == 1 else f"{times:,} times smaller than in the step"
             yield replace(micro, weights=weights), f"with gradients {how}"
 
 
