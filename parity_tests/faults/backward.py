@@ -91,7 +91,7 @@ class _CachedWeight(Linear):
     def forward(self, x: Tensor, policy: Policy) -> Tensor:
         with torch.no_grad():
             cached = self.weight.to(policy.operand)
-        return F.linear(x.to(policy.operand), cached).to(policy.stream)
+        return linear(x, cached, None, policy).to(policy.stream)
 
 
 class WeightCastCachedWithoutGradient(TorchBackend):
@@ -195,7 +195,7 @@ class _TailLinear(torch.autograd.Function):
         low, low_weight = x.to(policy.operand), weight.to(policy.operand)
         ctx.save_for_backward(low, low_weight)
         ctx.stream = policy.stream
-        return F.linear(low, low_weight).to(policy.stream)
+        return linear(x, weight, None, policy).to(policy.stream)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -223,7 +223,7 @@ class _TruncatedLinear(torch.autograd.Function):
         low, low_weight = x.to(policy.operand), weight.to(policy.operand)
         ctx.save_for_backward(low, low_weight)
         ctx.stream = policy.stream
-        return F.linear(low, low_weight).to(policy.stream)
+        return linear(x, weight, None, policy).to(policy.stream)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
