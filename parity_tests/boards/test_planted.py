@@ -22,6 +22,7 @@ from lockstep.core.model.names import GRADIENT, edge_names, parameter_shapes, ta
 from lockstep.core.parity.evidence.attention_logits import shown_attention_logits
 from lockstep.core.parity.evidence.cached_logits import sampled_logits
 from lockstep.core.parity.evidence.evaluation import POLICIES, Likeliest, evaluated
+from lockstep.core.parity.evidence.in_a_row import looked
 from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.reference.stages import chain
@@ -89,6 +90,9 @@ def steps(
         rest |= {f"metrics/{name}": np.asarray(value) for name, value in record.metrics.items()}
         rest["digest"] = np.asarray(record.digest)
         rest |= flat(session.state())
+        # A check evaluates and samples after its step too.
+        looked(session, config, batch)
+        rest |= {f"looked at/{name}": array for name, array in flat(session.state()).items()}
         # Through a checkpoint, which is written while the session has another state.
         with tempfile.TemporaryDirectory() as folder:
             pending = begin_checkpoint(Path(folder) / "state", step, writer_of(session), {})

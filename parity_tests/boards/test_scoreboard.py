@@ -82,7 +82,9 @@ FOUND_AS_PROMISED = (
     "LoaderStartsOver",
     "GradientsNotZeroed",
     "AttentionLogitsUnscaled",
-    # Found only where a step records norms by group.
+    "AveragedWeightsStay",
+    "SamplingFreesMoments",
+    # Found only if a step records norms by group.
     "NormsByGroupAfterClipping",
 )
 

@@ -267,7 +267,7 @@ CASTS = (
     ),
 )
 
-# The first look of a check finds these, but names another origin; a recheck names the expected one.
+# A check finds these, and names another origin at first. A recheck names the expected one.
 BEYOND = (
     Fault(
         backward.SmallGradientsFlushed,
@@ -276,8 +276,8 @@ BEYOND = (
         -1,
         backward_only=True,
         loss_moves_less_than=TINY,
-        note="the micro-batch that is tapped first has its loss on two sequences: its gradients are larger than those "
-        "of training, and few of them fall below the limit. A second look has smaller ones",
+        note="the micro-batch that is examined first has its loss on two sequences: its gradients are larger than "
+        "those of training, and few of them fall below the limit. A recheck has smaller ones",
     ),
 )
 
@@ -670,9 +670,17 @@ EVALUATION = (
 )
 
 LOOKING = (
-    Fault(looking.AveragedWeightsStay, "weights", first_step=2, note="the average of a single step is that step's"),
+    Fault(
+        looking.AveragedWeightsStay,
+        "weights",
+        note="the average of a single step is that step's; a check evaluates after its step too",
+    ),
     Fault(looking.EvaluationRoundsWeights, "weights", loss_moves_less_than=TINY),
-    Fault(looking.SamplingFreesMoments, "weights", first_step=2, note="before the first step all moments are zero"),
+    Fault(
+        looking.SamplingFreesMoments,
+        "weights",
+        note="before the first step all moments are zero; a check samples after its step too",
+    ),
     Fault(looking.CheckpointRoundsWeights, "weights", loss_moves_less_than=TINY),
 )
 

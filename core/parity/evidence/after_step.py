@@ -110,6 +110,8 @@ def _try_checkpoint(found: Gathering) -> None:
     def begun() -> None:
         written.note("a checkpoint was begun")
         if follows:
+            follows.look()
+            written.note("evaluation and sampling that follow the step")
             follows.once_begun()
 
     restored = follows.once_restored if follows and follows.may_restore() else None

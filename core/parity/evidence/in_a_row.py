@@ -128,9 +128,12 @@ class Follows:
         self._session, self._config, self._batch = session, config, batch
         self._started, self._missing, self._ranks = started, missing, ranks_of(session)
 
-    def once_begun(self) -> None:
-        """Score, sample, and make the next step while a checkpoint is being written, as training does."""
+    def look(self) -> None:
+        """Score and sample, as training does."""
         self.seen = looked(self._session, self._config, self._batch)
+
+    def once_begun(self) -> None:
+        """Make the next step while a checkpoint is being written, as training does."""
         self.written = self._next("a step while a checkpoint is written")
 
     def once_restored(self) -> None:
