@@ -1,14 +1,19 @@
 """Faults on sequences that a check does not examine by themselves: they are seen end to end, and then named."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from lockstep.core.arrays import bit_equal
 from lockstep.core.parity.diagnose.cause import find_cause
 from lockstep.core.parity.diagnose.disagreement import repeated
-from lockstep.core.parity.diagnose.recheck_rows import recheck_rows
+from lockstep.core.parity.diagnose.recheck_rows import _of_small_gradients, recheck_rows
 from lockstep.core.parity.evidence.gather import gather
 from lockstep.core.parity.evidence.loss_weights import weighted_rows
+from lockstep.core.parity.evidence.taps import look
+from lockstep.core.parity.judge import local
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.judge.update import flat
 from lockstep.core.parity.modes.side_by_side import check_steps
@@ -95,13 +100,17 @@ SEVERAL = {"batch_size": 16, "micro_batch_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("limit", "gradients"),
-    [(2.0**-22, "as small as"), (2.0**-24, "64 times smaller than"), (2.0**-26, "4,096 times smaller than")],
-    ids=str,
+    ("policy", "limit", "gradients"),
+    [
+        ("fp32", 2.0**-22, "as small as"),
+        ("fp32", 2.0**-26, "as small as"),
+        ("bf16", 2.0**-26, "as small as"),
+        ("bf16", 2.0**-28, "64 times smaller than"),
+    ],
 )
-def test_a_fault_of_small_gradients_is_named_with_small_gradients(limit, gradients):
+def test_a_fault_of_small_gradients_is_named_with_small_gradients(policy, limit, gradients):
     """Those of two sequences are larger: at first a check finds only that the micro-batches do not add up."""
-    config = tiny_config("fp32", train=SEVERAL)
+    config = tiny_config(policy, train=SEVERAL)
     session, reference = planted(flushed_below(limit)).open(config), Reference.open(JaxBackend(), config)
     evidence = gather(session, config, text_batch(config))
     check = judge(evidence, reference)
@@ -120,6 +129,24 @@ def test_a_sum_that_is_wrong_by_itself_keeps_its_name(policy):
     check = judge(evidence, reference)
     assert check.origin.stage == "accumulation"
     assert recheck_rows(session, config, evidence, check, reference) == (evidence, check)
+
+
+def test_the_token_with_the_weight_is_not_compared():
+    """Its noise is that of large gradients. Without it, all others are measured alike, however small they are."""
+    config = tiny_config("bf16", train=SEVERAL)
+    session, reference = TorchBackend().open(config), Reference.open(JaxBackend(), config)
+    evidence = gather(session, config, text_batch(config))
+    assert evidence.outweighs is None
+    session.load(evidence.before)
+    measured = []
+    for tapped, _ in _of_small_gradients(evidence, config):
+        seen = replace(evidence, tapped=tapped, taps=look(session, config, tapped, []))
+        assert np.argwhere(seen.outweighs).tolist() == [[0, 0]]
+        found = list(local.stages(seen, reference, []))
+        assert {one.phase for one in found} == {"forward", "backward"} and all(one.ok for one in found)
+        measured.append({(one.tap, m.name): m.value for one in found for m in one.measures if m.name == "excess"})
+    first, *others = measured
+    assert all(one == pytest.approx(first, rel=1e-3) for one in others)
 
 
 def test_the_session_goes_on_where_it_was_and_the_alarm_repeats_the_same_rows():

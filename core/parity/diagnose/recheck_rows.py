@@ -40,7 +40,7 @@ Judged = Callable[[Evidence], tuple[Evidence, list[Finding]]]
 # The taps of a whole micro-batch are read if they have fewer bytes than this.
 MOST_SHOWN = 2e9
 # If a sum is wrong, gradients are examined that are so many times smaller than those of the step.
-SMALLER = (1, 64, 4096)
+SMALLER = (1, 64)
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -156,7 +156,8 @@ def _whole(evidence: Evidence, config: RunConfig) -> Iterator[Batch]:
 def _of_small_gradients(evidence: Evidence, config: RunConfig) -> Iterator[tuple[Batch, str]]:
     """Yield the step's first whole micro-batch with loss weights that make its gradients as small as in the step.
 
-    One token has the weight of all that is left out. Under a loss scale this token would overflow.
+    One token has the weight of all that is left out, and is not compared (`Evidence.outweighs`). It is the first of its
+    sequence, whose gradient does not reach other tokens. Under a loss scale it would overflow.
     """
     if SCALE in evidence.before.scalars:
         return
@@ -165,7 +166,7 @@ def _of_small_gradients(evidence: Evidence, config: RunConfig) -> Iterator[tuple
         for times in SMALLER if micro.weights.any() else ():
             weights = micro.weights.copy()
             weights.flat[np.flatnonzero(weights)[0]] += times * total - weights.sum(dtype=np.float64)
-            how = "as small as in the step" if times == 1 else f"{times:,} times smaller than in the step"
+            how = "as small as in the step" if times == 1 else f"{times} times smaller than in the step"
             yield replace(micro, weights=weights), f"with gradients {how}"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lockstep.core.backend import Arrays, Batch, Gradients, RankReport, State, StepRecord
 from lockstep.core.parity.evidence.held_out import HeldOut
 from lockstep.core.parity.evidence.later_steps import Moved
@@ -146,3 +148,15 @@ class Evidence:
     def weighted(self) -> Batch:
         """The sequences of `tapped` with loss weight, which are those of `taps`."""
         return weighted_part(self.tapped)
+
+    @property
+    def outweighs(self) -> np.ndarray | None:
+        """Mask of `taps`, bool (B, S): the token that outweighs all the others and each token of the step.
+
+        A recheck chooses such weights, so that the gradients of the other tokens are small
+        (core/parity/diagnose/recheck_rows.py). None for all other weights.
+        """
+        weights = self.weighted.weights
+        heaviest = float(weights.max(initial=0.0))
+        others = weights.sum(dtype=np.float64) - heaviest
+        return weights == heaviest if heaviest > max(others, 2.0 * self.batch.weights.max(initial=0.0)) else None

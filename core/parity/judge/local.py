@@ -36,6 +36,7 @@ from lockstep.core.parity.measures.compare import (
     finding,
     relative_difference,
     same_but_for_rounding,
+    zeroed,
 )
 from lockstep.core.parity.measures.distances import Distances, Sums
 from lockstep.core.parity.measures.stretches import stretches
@@ -74,6 +75,10 @@ def stages(
     has_gradients = any(name.startswith(GRADIENT) for name in evidence.taps)
     sums = {shared.name: shared for shared in shared_tensors(reference.config)}
     sent: dict[tuple[str, str], Sent] = {}
+    # One token's gradients are large: noise in them would hide those of the others. It is not compared.
+    spare, taps = evidence.outweighs, evidence.taps
+    if spare is not None:
+        taps = {name: zeroed(value, spare) for name, value in taps.items()}
     amaxes = amaxes_in_force(reference.config, evidence.before.scalars)
     without_gradient = cancelled(reference.config.model)
     if has_gradients and "nll" not in evidence.hidden_taps:
@@ -100,11 +105,14 @@ def stages(
             variant = f"{stage.id}/fp8" if in_fp8(reference.config, stage) else stage.id
             of_variant = with_amaxes(stage, inputs, amaxes)
             w, t = _run(stage, variant, of_variant, reference)
+            if spare is not None:
+                w, t = ({name: zeroed(value, spare) for name, value in side.items()} for side in (w, t))
         except ValueError as error:  # if shapes do not fit, the tap's own comparison reports it
             yield exact(stage.id, stage.tap, 1, 1, "shapes of the inputs fit together", str(error).splitlines()[0])
             continue
-        kind, noise = calibrated_bounds.local_kind(reference.config, stage), Noise(reference, variant, of_variant, w, t)
-        c = evidence.taps[stage.tap]
+        kind = calibrated_bounds.local_kind(reference.config, stage)
+        noise = Noise(reference, variant, of_variant, w, t, spare)
+        c = taps[stage.tap]
         forward = compare(
             reference,
             stage.id,
@@ -120,16 +128,17 @@ def stages(
         yield from _unless_twin_overflows(forward, c, (w["out"],), missing)
         if grad is None:
             continue
-        for role in (*stage.reads, *stage.params):
+        # If one token outweighs the others, the gradient of a parameter is that token's.
+        for role in (*stage.reads, *(stage.params if spare is None else ())):
             name, total = stage.sends(role), stage.reads.get(role, stage.params.get(role))
-            there = GRADIENT + name in evidence.taps
+            there = GRADIENT + name in taps
             if total in sums and (not there or name == total):
                 of_role = of_sums(reference.config, stage, role, inputs)
                 sent[stage.tap, role] = Sent(w[f"grad/{role}"], t[f"grad/{role}"], of_role)
                 continue
             sides = w[f"grad/{role}"], t[f"grad/{role}"]
             if name in without_gradient:
-                c = evidence.taps.get(GRADIENT + name, np.zeros_like(sides[1]))
+                c = taps.get(GRADIENT + name, np.zeros_like(sides[1]))
                 errors = _norm(c - sides[1].astype(np.float64)), _norm(sides[0] - sides[1].astype(np.float64))
                 size, scale = sides[1].size, _norm(grad)
                 yield compare_cancelled(reference, stage.id, name, "local", errors, scale, size, stage.layer)
@@ -138,11 +147,11 @@ def stages(
             terms = grad[..., 0].size if role in stage.params else 1
             heard = functools.partial(noise.of, f"grad/{role}", terms)
             of_role = of_sums(reference.config, stage, role, inputs)
-            backward = _sent_back(stage, role, name, sides, evidence.taps, reference, heard, of_role)
-            yield from _unless_twin_overflows(backward, evidence.taps.get(GRADIENT + name), sides[:1], missing)
+            backward = _sent_back(stage, role, name, sides, taps, reference, heard, of_role)
+            yield from _unless_twin_overflows(backward, taps.get(GRADIENT + name), sides[:1], missing)
     if has_gradients:
         for shared in (one for one in sums.values() if chosen(one.producer)):
-            yield from _sum(shared, sent, evidence.taps, reference, missing)
+            yield from _sum(shared, sent, taps, reference, missing)
 
 
 class Program:

@@ -432,10 +432,14 @@ class Noise:
     The noise is the larger of two responses: that of the twin to inputs changed by one rounding of the stream dtype,
     and the error of the reference without roundings to a narrower format. In a well-conditioned stage both are far
     below the twin's error and have no effect.
+    spare: tokens without noise, as in `zeroed`.
     """
 
-    def __init__(self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays) -> None:
+    def __init__(
+        self, reference: Reference, stage: str, inputs: Arrays, w: Arrays, t: Arrays, spare: np.ndarray | None = None
+    ) -> None:
         self._reference, self._stage, self._inputs, self._w, self._t = reference, stage, inputs, w, t
+        self._spare = spare
         self._responses: list[tuple[Arrays, Arrays]] | None = None
 
     def of(self, name: str, terms: int = 1, tokens: np.ndarray | None = None) -> Norms:
@@ -452,10 +456,20 @@ class Noise:
                 self._responses.append((plain, self._t))
         found = Norms()
         for a, b in self._responses:
-            apart = a[name].astype(np.float64) - b[name]
+            apart = zeroed(a[name].astype(np.float64) - b[name], self._spare)
             of_these = apart if tokens is None else _of_tokens(apart, tokens)[None]
             found = found.at_least(Norms.of(of_these), calibrated_bounds.noise_margin(terms))
         return found
+
+
+def zeroed(values: np.ndarray, spare: np.ndarray | None) -> np.ndarray:
+    """Return values of tokens, (B, S, …), with zeros at the tokens `spare`, bool (B, S). Other arrays are unchanged.
+
+    A comparison of results that are all zeroed leaves these tokens out.
+    """
+    if spare is None or values.shape[:2] != spare.shape:
+        return values
+    return np.where(spare.reshape(spare.shape + (1,) * (values.ndim - 2)), values.dtype.type(0), values)
 
 
 def perturbed(inputs: Arrays, stream: type[np.floating]) -> dict[str, np.ndarray]:
