@@ -75,11 +75,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 class Pending:
     """A checkpoint that is being written under a temporary name; `commit` renames it.
 
-    Made by `begin_checkpoint`. step: of its state.
+    Made by `begin_checkpoint`. step: of its state. bytes: of all its files, 0 until `commit` has written them.
     """
 
     def __init__(self, final: Path, step: int, extra: Mapping[str, Any], random: Arrays) -> None:
-        self.step, self.final = step, final
+        self.step, self.final, self.bytes = step, final, 0
         self._aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         self._extra, self._random = extra, random
         self._writing: Writing | None = None
@@ -116,6 +116,8 @@ class Pending:
             if self._random:
                 _save(self._aside / RANDOM, self._random)
             _seal_folder(self._aside, self._writing, self._extra)
+            # Measured under its temporary name: once it has its own, anyone may move or delete it.
+            self.bytes = sum(path.stat().st_size for path in self._aside.rglob("*") if path.is_file())
             if self.final.exists():
                 os.rename(self.final, replaced)
             os.rename(self._aside, self.final)

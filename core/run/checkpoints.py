@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol, Self
 
 from lockstep.core.backend import NotSupported, Session, StepRecord
@@ -207,12 +206,12 @@ class Checkpointer:
     def _write(self, pending: Pending, reason: Reason, waited: float, spare: int | None, best: int | None) -> None:
         started = time.perf_counter()
         try:
-            path = self._run.commit_checkpoint(pending, spare, best)
+            self._run.commit_checkpoint(pending, spare, best)
         except BaseException as error:  # reported by the next call
             self._failed = reason, error
             return
         taken = time.perf_counter() - started
-        self._told.append(Saved(pending.step, reason, waited, taken, size_of(path)))
+        self._told.append(Saved(pending.step, reason, waited, taken, pending.bytes))
 
     def _join(self, last: bool = False) -> None:
         if self._thread is not None:
@@ -239,8 +238,3 @@ class Checkpointer:
             "versions": info.get("versions"),
             "wandb_id": info.get("wandb_id"),
         }
-
-
-def size_of(folder: Path) -> int:
-    """Return the bytes of all files under a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

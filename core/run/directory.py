@@ -356,7 +356,11 @@ class RunDir:
         # Imported weights follow from no seed.
         first = 0 if self.config.initial == "imported" else None
         stay = {best if kept.best else None, first}
-        prune_checkpoints(self.path / CHECKPOINTS, kept.keep, kept.keep_every, stay, spare)
+        try:
+            prune_checkpoints(self.path / CHECKPOINTS, kept.keep, kept.keep_every, stay, spare)
+        except OSError as error:
+            self._writer()
+            raise UserError(f"cannot delete an old checkpoint of {self.path}: {error.strerror or error}") from error
         return path
 
     def save_checkpoint(self, state: State, extra: Mapping[str, Any], spare: int | None = None) -> Path:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.core.checkpoint import format
+from lockstep.core.checkpoint.format import list_checkpoints
 from lockstep.parity_tests.guards.events import Refusing, before_steps, in_turn, written
-from lockstep.parity_tests.loop.runs import Folder, one_line
+from lockstep.parity_tests.loop.runs import STEPS, Folder, one_line
 
 Straight = Callable[[str], Folder]
 EVERY_TWO = {"checkpoint.every": 2}
@@ -52,6 +54,24 @@ def test_deleted_it_is_not_made_anew(
 ) -> None:
     is_lost(folder, shutil.rmtree, monkeypatch, capsys)
     assert not (folder.path / "run").exists()
+
+
+def test_deleted_while_an_old_checkpoint_is_deleted(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = folder.path / "run"
+
+    def deleting(checkpoints: Path) -> list[Path]:
+        found = list_checkpoints(checkpoints)
+        if found[-1].name == f"step_{STEPS:06d}":
+            shutil.rmtree(run)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(format, "list_checkpoints", deleting)
+        assert folder.train("run", EVERY_TWO | {"checkpoint.keep": 1}) == 2
+    assert LOST in one_line(capsys.readouterr().err)
+    assert not run.exists()
 
 
 def test_a_file_in_its_place_stays(
