@@ -81,7 +81,7 @@ def test_noise_is_that_of_the_tokens_that_are_held(sides: Sides) -> None:
 
     class OfTokens(Noise):
         def __init__(self) -> None:
-            self._responses = [({"out": sides[1]}, {"out": sides[1]})]
+            self._responses, self._spare = [({"out": sides[1]}, {"out": sides[1]})], None
 
         def of(self, name: str, terms: int = 1, tokens: np.ndarray | None = None) -> Any:
             asked.append(tokens)
