@@ -205,7 +205,9 @@ class Programs:
                     value = value + zero if all_rows else value.index_add(0, cast(Tensor, rows), zero)
                 # A recomputed tensor is tapped twice. The first time is that of the forward pass.
                 if name in shown and name not in seen:
-                    seen[name] = value.detach() if rows is None else value.detach()[rows]
+                    # A copy: AOTAutograd makes an output that shares memory with another one outside the program, from
+                    # the tensor before its last custom function, and so omits that function's backward pass.
+                    seen[name] = value.detach().clone() if rows is None else value.detach()[rows]
                 if name in begins:
                     part = value if rows is None else value[rows]
                     ends.append((part.to(begins[name].dtype) * begins[name]).sum())

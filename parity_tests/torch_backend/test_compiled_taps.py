@@ -11,8 +11,10 @@ import torch
 from lockstep.core.config.schema import RecomputeConfig
 from lockstep.core.model.names import GRADIENT, tap_names
 from lockstep.core.parity.evidence.taps import observed_names
+from lockstep.parity_tests.faults.planting import backward, swapped
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
+from lockstep.torch_backend.model import Block
 
 PLANS: tuple[dict[str, Any], ...] = (
     {},
@@ -23,13 +25,13 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
-def session(scope, backend, plan, policy="bf16", device_gb=None):
+def session(scope, backend, plan, policy="bf16", device_gb=None, trainer=TorchBackend):
     torch._dynamo.reset()
     config = tiny_config(policy, True, train={"micro_batch_size": 4})
     compile_ = config.compile.model_copy(update={"scope": scope, "backend": backend})
     parity = config.parity.model_copy(update={} if device_gb is None else {"device_gb": device_gb})
     update = {"compile": compile_, "recompute": RecomputeConfig(**plan), "parity": parity}
-    return TorchBackend().open_rank(config.model_copy(update=update))
+    return trainer().open_rank(config.model_copy(update=update))
 
 
 def streamed(of, batch, names):
@@ -56,6 +58,25 @@ def test_taps_of_a_compiled_run(scope, policy, plan):
     """Without generated code, both programs have the same bits."""
     found, trained = observed_and_trained(session(scope, "aot_eager", plan, policy))
     assert all(np.array_equal(grad, found[name]) for name, grad in trained.items())
+
+
+class _DoubledAfter(Block):
+    def forward(self, *args):
+        return backward(super().forward(*args), lambda grad: grad * 2)
+
+
+class _Doubled(TorchBackend):
+    session_class = swapped(Block, _DoubledAfter, "blocks.0")
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_custom_function_that_returns_a_view_of_a_tap(scope):
+    """torch.compile would drop the function's backward pass if a recorded tap shared memory with the block's output."""
+    found, trained = observed_and_trained(session(scope, "aot_eager", {}, trainer=_Doubled))
+    assert all(np.array_equal(grad, found[name]) for name, grad in trained.items())
+    honest, _ = observed_and_trained(session(scope, "aot_eager", {}))
+    last = GRADIENT + "blocks.0.mlp_residual"
+    assert np.array_equal(found[last], 2 * honest[last])
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
