@@ -512,6 +512,8 @@ class TorchSession(Observes):
         # The next replay of a CUDA graph overwrites its outputs, so gradients need memory outside the graph.
         for p in self.parameters.values() if self.replays else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        alone = len(micros) == 1 and self.ranks is None and not self.replays and self._take_program is not None
+        kept = self._set_aside() if alone else {}
         self._amaxes_seen = None
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         nll = []
@@ -534,9 +536,21 @@ class TorchSession(Observes):
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if len(micros) == 1:
             self.show_program(grads)
+        for name, earlier in kept.items():
+            grads[name] = self.parameters[name].grad = earlier + grads[name] if name in grads else earlier
         if self.scale != 1:
             torch._foreach_div_([local(grad) for grad in grads.values()], self.scale)
         return loss / self.scale, nll
+
+    def _set_aside(self) -> dict[str, Tensor]:
+        """Clear the gradients that the optimizer has left from an earlier batch, and return them.
+
+        The program of training does not compute them, so a check must not see them as the program's.
+        """
+        kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name in kept:
+            self.parameters[name].grad = None
+        return kept
 
     @part("micro-batch")
     def _forward_backward(self, micro: Batch, program: Any, total: Tensor) -> tuple[Tensor, Tensor]:

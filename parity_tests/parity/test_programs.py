@@ -13,7 +13,7 @@ from lockstep.core.parity.evidence.loss_weights import uneven_weights
 from lockstep.core.parity.judge.judge import Reference, judge
 from lockstep.core.parity.measures.verdict import Check
 from lockstep.jax_backend.backend import JaxBackend
-from lockstep.parity_tests.faults import compiled
+from lockstep.parity_tests.faults import compiled, optimizer
 from lockstep.parity_tests.tiny import text_batch, tiny_config
 from lockstep.torch_backend.backend import TorchBackend
 from lockstep.torch_backend.session import TorchSession
@@ -76,6 +76,13 @@ def assert_compilers(check: Check) -> None:
     origin = check.origin
     assert origin is not None
     assert (origin.stage, origin.phase) == ("compiler", "backward")
+
+
+def test_a_gradient_of_an_earlier_batch_is_not_the_compilers(untraced: None, reference: Reference) -> None:
+    """The optimizer lacks a parameter, so nothing clears its gradient, but the program that trains is honest."""
+    origin = check_of(optimizer.ParameterNotInOptimizer(), reference).origin
+    assert origin is not None
+    assert (origin.stage, origin.tap) == ("gradients", "blocks.1.attn.o_proj.weight")
 
 
 def test_a_wrong_length_is_found_within_the_distance_that_is_allowed(honest: Check, reference: Reference) -> None:
