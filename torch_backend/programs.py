@@ -205,8 +205,9 @@ class Programs:
                     value = value + zero if all_rows else value.index_add(0, cast(Tensor, rows), zero)
                 # A recomputed tensor is tapped twice. The first time is that of the forward pass.
                 if name in shown and name not in seen:
-                    # A copy: AOTAutograd makes an output that shares memory with another one outside the program, from
-                    # the tensor before its last custom function, and so omits that function's backward pass.
+                    # A copy. If two outputs share memory, AOTAutograd makes one of them again outside the program, as a
+                    # view of the other (`OutputType.alias_of_intermediate`), and a custom function between them loses
+                    # its backward pass.
                     seen[name] = value.detach().clone() if rows is None else value.detach()[rows]
                 if name in begins:
                     part = value if rows is None else value[rows]
